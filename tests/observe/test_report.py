@@ -46,7 +46,7 @@ def train(rank: int, world: int, plant: str) -> None:
     model = nn.Sequential(*layers)
     model = trigram.with_bagua(model, bucket_mb=0.02 if plant == "buckets" else 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(3 * STEPS if plant == "link" else STEPS):
+    for step in range(STEPS):
         if rank == 1 and (plant == "input" or (plant == "once" and step == 5)):
             time.sleep(0.15 if plant == "input" else 3.0)  # more than busy cores take from a rank
         inputs = torch.randn(8, wide)
@@ -93,11 +93,11 @@ def test_small_buckets_are_named(tmp_path: Path) -> None:
 def test_a_slow_link_is_named(slow: int | None, tmp_path: Path, several_hosts: None) -> None:
     """A link of a sixth of the others' rate is named; where all are alike, the network is.
 
-    The others are not faster than two busy cores carry: of links of 600 Mbit/s that is seen to be 150.
+    The others are not faster than busy cores carry, however many processes there are beside.
     """
-    rates = {host: "50mbit" if slow == host else "300mbit" for host in range(3)}
+    rates = {host: "20mbit" if slow == host else "120mbit" for host in range(3)}
     if slow is None:
-        rates = dict.fromkeys(rates, "150mbit")
+        rates = dict.fromkeys(rates, "40mbit")
     with limited(rates):
         run(3, train, "link", hosts=[0, 1, 2], transport="tcp", env={"TRIGRAM_REPORT": str(tmp_path)})
     rows = figures.read(tmp_path)

@@ -386,7 +386,8 @@ def test_a_step_that_calls_its_parents_is_one_update() -> None:
     class Listener:
         """What `optimizer_hooks` asks of a listener."""
 
-        waits_for_closure, updating, param_ids = False, [], {id(param)}
+        waits_for_closure, updating = False, []
+        parameters = type("Parameters", (), {"ids": {id(param)}})()
         model = staticmethod(lambda: param)
         times = type("Times", (), {"enter": lambda *_: None})()
         before_update = staticmethod(lambda mine: told.append("before"))

@@ -106,9 +106,9 @@ def fault_before_the_first_gradient(rank: int, world: int) -> None:
         step(number)
     hooks: Any = wrapped_models[model].hooks
     if rank == world - 1:
-        hooks.has_other_training = lambda: 1 / 0
+        hooks.parameters.train_otherwise = lambda: 1 / 0
         raises(ZeroDivisionError, step, 2)
-        del hooks.has_other_training
+        del hooks.parameters.train_otherwise
     else:
         began = time.monotonic()
         says(raises(trigram.AbortedError, step, 2), "raised an exception")

@@ -151,7 +151,7 @@ class Auto:
         hooks = wrapped.hooks
         if not isinstance(hooks, GradientSync):
             return "one rank averages with nobody"
-        trained = [p for p, trains in zip(hooks.params, hooks.trains, strict=True) if trains]
+        trained = hooks.parameters.trained
         return measuring.unfit(trained, bool(hooks.sparse))
 
     # Once per pass, on all ranks.
@@ -428,7 +428,7 @@ class Auto:
             self.groups.use_helpers(chosen.value.what == "full")
             self.hooks.times.group = self.groups.main
         with torch.no_grad():
-            self.hooks.change(wrapped.bucket_bytes, compressors.of(chosen, None) if other else None)
+            self.hooks.order.change(wrapped.bucket_bytes, compressors.of(chosen, None) if other else None)
 
     def pause(self) -> None:
         """Suspends a trial until the next update, on all ranks: what is tried is not what was chosen."""

@@ -49,7 +49,7 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
     if wrapped.hooks is not None:
         wrapped.hooks.drain(between_steps=True)
         if isinstance(wrapped.hooks, GradientSync):
-            wrapped.hooks.learn_order()
+            wrapped.hooks.order.learn()
         state["carrier"] = copy.deepcopy(wrapped.hooks.state())
     if isinstance(wrapped.hooks, GradientSync) and wrapped.hooks.buckets.owed:
         state["owed"] = wrapped.hooks.buckets.owed_by_index()
@@ -215,7 +215,7 @@ def _rebuild(hooks: StepHooks, bucket_bytes: int, order: list[int]) -> None:
     assert isinstance(hooks, GradientSync)
     hooks.buckets.bucket_bytes = bucket_bytes
     if [b.params for b in hooks.buckets] != assign(hooks.params, order, bucket_bytes):
-        hooks.build_buckets(order)
+        hooks.order.build(order)
 
 
 def _of_one_rank(state: Any, at: str) -> str:

@@ -156,7 +156,7 @@ def _settle(hooks: StepHooks, timeout: float | None) -> None:
 
 def _agree(hooks: StepHooks, model: nn.Module) -> None:
     """Raises on all ranks if a parameter or buffer has another shape on some."""
-    agree_on_layouts(layouts(hooks.tensors(model)), hooks.groups.control)
+    agree_on_layouts(layouts(hooks.parameters.tensors(model)), hooks.groups.control)
 
 
 def _to_average(tensors: list[torch.Tensor], hooks: StepHooks) -> list[torch.Tensor]:

@@ -193,7 +193,7 @@ def _check_shared(model: nn.Module, ignored: frozenset[str]) -> None:
         hooks = wrapped.hooks
         if other is model or wrapped.stale or hooks is None:
             continue
-        shared = [names[i] for i in names if i in hooks.param_ids]
+        shared = [names[i] for i in names if i in hooks.parameters.ids]
         if shared:
             raise MisuseError(
                 f"with_bagua: parameter {shared[0]} of {type(model).__name__} also belongs to the wrapped "

@@ -246,7 +246,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
-        waiting = wrapped.hooks.awaits_update()
+        waiting = wrapped.hooks.tracker.awaits_update()
         wrapped.hooks.drain(between_steps=True)
         wrapped.agree(chosen, "")
         if chosen.gradients or chosen.options.warmup_steps:

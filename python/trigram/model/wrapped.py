@@ -25,8 +25,9 @@ from trigram.training.compose import compose, warm
 from trigram.training.dropped_models import release_dropped
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.options import Options
+from trigram.training.running_models import RunningModels
 from trigram.training.step_hooks import StepHooks, agree_on_algorithm
-from trigram.training.weight_sync import RunningModels, WeightSync
+from trigram.training.weight_sync import WeightSync
 
 
 class Tuner(Protocol):
@@ -131,7 +132,7 @@ class WrappedModel:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes)
         elif warmup:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))
-            self.hooks.limit, self.hooks.successor = warmup, self.proceed
+            self.hooks.warmup_end.follow(warmup, self.proceed)
         else:
             self.hooks = self._compose(model)
         self.hooks.times.earlier = self.earlier_steps
@@ -152,7 +153,7 @@ class WrappedModel:
             sent, count = sum(b.average.sent for b in hooks.buckets), len(hooks.buckets)
             text += f"; {count} bucket{'s' if count > 1 else ''}, {sent} bytes sent per step and rank"
             if self.warming:
-                text += f" in the warm-up of {hooks.limit} steps"
+                text += f" in the warm-up of {hooks.warmup_end.limit} steps"
         if not self.algorithm.gradients:
             text += (
                 "; the ranks' weights differ between averaging steps: evaluate and save them under "
@@ -193,7 +194,7 @@ class WrappedModel:
     @property
     def warming(self) -> bool:
         """Whether the warm-up has not ended yet."""
-        return self.hooks is not None and self.hooks.successor is not None
+        return isinstance(self.hooks, GradientSync) and self.hooks.warmup_end.is_ahead
 
 
 def _describes(wrapped: weakref.ref[WrappedModel]) -> Callable[[], str]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.gradients import compressors
+from trigram.training.model_checks import AveragedOptimizer
 from trigram.training.optimizer_kinds import check_state_dict, updates_values
 from trigram.training.pace import default_fragments
 from trigram.training.qadam import QAdam
@@ -99,7 +99,7 @@ def _compose(
     weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)
     weights.times.asynchronous = algorithm.every is None
     if optimizer is not None and _averages_state(algorithm):
-        weights.averaged = weakref.ref(optimizer)
+        weights.averaged = AveragedOptimizer(optimizer, f"{groups.name}: {type(model).__name__}")
     return weights
 
 

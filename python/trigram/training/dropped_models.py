@@ -11,7 +11,7 @@ import gc
 from trigram.averaging.groups import ModelGroups
 from trigram.runtime import job
 from trigram.runtime.records import all_gather_bytes
-from trigram.training.weight_sync import RunningModels, WeightSync
+from trigram.training.running_models import Running, RunningModels
 
 
 def release_dropped(groups: ModelGroups) -> None:
@@ -38,9 +38,9 @@ def release_dropped(groups: ModelGroups) -> None:
         _end(mine[number])
 
 
-def _end(hooks: WeightSync) -> None:
+def _end(hooks: Running) -> None:
     """Ends the averaging of one model; all ranks call it."""
     hooks.drain()
     hooks.close()
     hooks.schedule.close()
-    hooks.running.remove(hooks)
+    job.here().part(RunningModels).remove(hooks)

@@ -14,17 +14,15 @@ so that the next step starts in the same state on all ranks. An ``Average`` aver
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trigram import collectives
 from trigram.averaging import sparse
 from trigram.averaging.groups import ModelGroups
-from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
 from trigram.elastic.recovery import ElasticModel, SharedState
@@ -34,13 +32,14 @@ from trigram.training import joined_optimizers, optimizer_hooks
 from trigram.training.buffer_broadcast import BufferBroadcast
 from trigram.training.gradients import in_parts
 from trigram.training.gradients.backup import GradientBackup
+from trigram.training.gradients.bucket_order import BucketOrder
 from trigram.training.gradients.bucket_set import BucketSet
 from trigram.training.gradients.compressors import GradientCompressor
 from trigram.training.gradients.gradient_pass import GradientPass, explained
 from trigram.training.gradients.local import LocalGradients
 from trigram.training.gradients.probe import GradientProbe
 from trigram.training.model_changes import agree_on_change
-from trigram.training.passes import inside_backward
+from trigram.training.passes import PassMethod, inside_backward
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import UntrainedPasses
 from trigram.training.updating.updates import Updates
@@ -61,7 +60,8 @@ class GradientSync(StepHooks):
         buckets: The buckets of gradients.
         this_pass: The backward pass under way, or the last.
         probe: Told of gradients, while somebody looks.
-        at_boundary: Called once per pass when it is prepared, on all ranks; it may call :meth:`change`.
+        order: Builds the buckets.
+        at_boundary: Called once per pass when it is prepared, on all ranks; it may change the buckets.
     """
 
     def __init__(
@@ -78,14 +78,19 @@ class GradientSync(StepHooks):
         self.buffers = BufferBroadcast(groups)
         self.warmup_end = WarmupEnd()
         self.busy = 0.0
-        self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
+        self.order = BucketOrder(self)
         self.since_update = 0  # since the last update
         self.since = 0  # passes completed since one has failed on this rank
         self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
         self.backup = GradientBackup()
         self.probe: GradientProbe | None = None
         self.at_boundary: Callable[[], object] | None = None
-        self.untrained = UntrainedPasses()
+        self.untrained = UntrainedPasses(
+            f"{groups.name}: the weights of {type(model).__name__}",
+            ", in which gradients are averaged (torch.autograd.grad is none): call backward(), or assign the "
+            "gradients to p.grad and call an optimizer; if every rank makes the same changes, run these "
+            "passes under trigram.no_sync",
+        )
         self.local = LocalGradients(())
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
@@ -107,41 +112,11 @@ class GradientSync(StepHooks):
         """Finds the parameters that train, and assigns them to buckets."""
         super().find_parameters(model)
         sparse_ids = {id(p) for p in sparse.sparse_parameters(model)}
-        self.sparse = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in sparse_ids]
-        self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.sparse]
-        # Backward usually reaches the last layers first; after the first pass the order is known.
-        known = {id(p): k for k, p in enumerate(self.learned)}
-        order = self.dense[::-1]
-        order.sort(key=lambda i: known.get(id(self.params[i]), len(known)))
-        with self.local.moving(self.buckets):
-            self.buckets.begin_anew(self.params, order)
-        self._buckets_changed()
-        self.pipeline.learn(any(id(self.params[i]) not in known for i in order))
+        trained = [i for i, trains in enumerate(self.parameters.trains) if trains]
+        self.sparse = [i for i in trained if id(self.params[i]) in sparse_ids]
+        self.dense = [i for i in trained if i not in self.sparse]
+        self.order.begin_anew()
         self.updates.parameters_found()
-
-    def change(self, bucket_bytes: int, compressor: GradientCompressor | None = None) -> None:
-        """Gives the buckets another size, and averages another compressor; all ranks call it, between passes.
-
-        Args:
-            bucket_bytes: The size of a bucket in bytes.
-            compressor: None: the same. Residuals move to the new buckets; if another has none, they are added
-                to this rank's next gradients.
-        """
-        self.buckets.bucket_bytes = bucket_bytes
-        if compressor is not None:
-            self.buckets.compressor.end()
-            self.buckets.compressor = compressor
-        self.build_buckets(self.buckets.order)
-
-    def build_buckets(self, order: Sequence[int], keep_residuals: bool = True) -> None:
-        """Builds the buckets in another order; see :meth:`BucketSet.build`."""
-        with self.local.moving(self.buckets):
-            self.buckets.build(order, keep_residuals)
-        self._buckets_changed()
-
-    def _buckets_changed(self) -> None:
-        self.times.buckets = [b.nbytes for b in self.buckets]
-        self.pipeline.assign([id(p) for p in self.params], [b.params for b in self.buckets])
 
     def close(self) -> None:
         """See :class:`StepHooks`."""
@@ -155,14 +130,7 @@ class GradientSync(StepHooks):
         """Raises if weights change again and again without a backward pass: nothing averages them."""
         if not self.sync or not model.training:
             return
-        changes = self.untrained.forward(self.steps, self.params)
-        if changes >= self.untrained.MOST:
-            raise MisuseError(
-                f"{self.groups.name}: the weights of {type(model).__name__} were changed {changes} times "
-                "without a backward pass, in which gradients are averaged (torch.autograd.grad is none): "
-                "call backward(), or assign the gradients to p.grad and call an optimizer; if every rank "
-                "makes the same changes, run these passes under trigram.no_sync"
-            )
+        self.untrained.forward(self.steps, self.params)
 
     @property
     def before_passes(self) -> Group:
@@ -184,7 +152,7 @@ class GradientSync(StepHooks):
             mine = [p for name, p in named if name not in self.groups.ignored]
             check_replicas(mine, self.before_passes, self.steps)
         if not self._follow_changes(model, in_backward):
-            self.learn_order()
+            self.order.learn()
         if self.at_boundary is not None:
             self.at_boundary()
         if self.groups.broadcast_buffers:
@@ -192,11 +160,10 @@ class GradientSync(StepHooks):
 
     def _follow_changes(self, model: nn.Module, in_backward: bool) -> bool:
         """Follows a script that has replaced, added or loaded parameters; True if it has found them anew."""
-        loaded, other = self.was_loaded(), self.has_other_parameters(model)
+        loaded, other = self.parameters.were_loaded(self.has_failed), self.parameters.were_replaced(model)
         if not (loaded or other):
             return False
-        known = {id(p) for p in self.params}
-        new = [t for n, t in self.tensors(model) if id(t) not in known and isinstance(t, nn.Parameter)]
+        new = self.parameters.new(model)
         if new and in_backward:
             raise MisuseError(
                 f"{self.groups.name}: parameters of {type(model).__name__} were added or replaced, and the "
@@ -204,7 +171,7 @@ class GradientSync(StepHooks):
                 "that all ranks get the same values"
             )
         try:
-            agree_on_change(self.tensors(model), self.groups)
+            agree_on_change(self.parameters.tensors(model), self.groups)
         except TrigramError as e:
             raise explained(e, self.groups.name) from e
         if loaded and unequal(self.params, self.before_passes):
@@ -229,27 +196,6 @@ class GradientSync(StepHooks):
             with torch.no_grad():
                 self._follow_changes(model, in_backward=False)
 
-    def learn_order(self) -> None:
-        """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass, if there was
-        one; all ranks call it, between passes."""
-        learned = self.pipeline.order
-        if learned is None or not self.steps:
-            return
-        seen = dict.fromkeys(learned)  # once each, also if a pass has failed and was made again
-        rest = [i for i in reversed(self.dense) if i not in seen]
-        order = torch.tensor([*seen, *rest], dtype=torch.int64, device="cpu")
-        collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
-        self._has_learned(order.tolist())
-        if order.tolist() != self.buckets.order:
-            self.build_buckets(order.tolist())
-
-    def _has_learned(self, order: Sequence[int]) -> None:
-        """All ranks know the order of these parameters, by index, also when they train again later."""
-        now = [self.params[i] for i in order]
-        there = {id(p) for p in now}
-        self.learned = now + [p for p in self.learned if id(p) not in there]
-        self.pipeline.learn(False)
-
     # Backward.
 
     def begin(self, param: int | None) -> None:
@@ -270,11 +216,8 @@ class GradientSync(StepHooks):
 
     def _prepare(self, param: int | None) -> None:
         """Before a pass begins: buckets are those of the parameters that train."""
-        self.warmup_end.begin_pass()
-        if self.successor is not None and self.join is None:
-            model_name = type(self.model()).__name__
-            self.warmup_end.check(self.steps, self.limit, self.param_ids, self.groups.name, model_name)
-        if self.has_other_training():
+        self.warmup_end.begin_pass(self)
+        if self.parameters.train_otherwise():
             model = self.model()
             assert model is not None
             self.find_parameters(model)
@@ -282,7 +225,7 @@ class GradientSync(StepHooks):
         elif not self.buckets.copies and any(b.is_kept_by_script(self.params, param) for b in self.buckets):
             # The script still holds gradients: this pass must neither overwrite them nor leave them behind.
             self.groups.copies_gradients = True
-            self.build_buckets(self.buckets.order)
+            self.order.build(self.buckets.order)
 
     def count_anew(self) -> None:
         """A pass has failed on this rank, and others may have completed it: calls that all ranks make in
@@ -338,8 +281,8 @@ class GradientSync(StepHooks):
         for bucket in self.buckets:
             with contextlib.suppress(TrigramError):
                 bucket.average.await_end()
-        self.build_buckets(meta["order"], keep_residuals=False)
-        self._has_learned(meta["order"])
+        self.order.build(meta["order"], keep_residuals=False)
+        self.order.is_known(meta["order"])
         self.updates.follow(part)
 
     @property
@@ -461,20 +404,10 @@ class GradientSync(StepHooks):
             )
         with torch.no_grad():
             if self.local.averaged and not self.local.accumulated:
-                self._average_changed(mine)
+                self.local.average_changed(self.buckets, mine, self.groups)
             else:
                 self.passes.begin(None)
                 self.passes.end()
-
-    def _average_changed(self, mine: set[int]) -> None:
-        """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
-        computed the new ones from the averages (to clip or scale them), they are the same on all ranks and
-        stay so, and a codec would lose part of them once more."""
-        changed = [
-            p.grad for p in self.local.find(self.buckets.placed(), self.params, mine) if p.grad is not None
-        ]
-        mean_of(changed, self.groups)
-        self.local.averages_are(self.params)
 
     def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """Ends the warm-up when optimizers have updated all parameters that have gradients."""
@@ -483,9 +416,12 @@ class GradientSync(StepHooks):
             return
         self.since_update = 0
         self.local.updated(self.params, mine)
-        used = {id(p) for p in self.params if p.grad is not None} if self.successor else set()
-        if self.steps > 1 and self.warmup_end.covers(used):  # after one step not all are known
+        if self.steps > 1 and self.warmup_end.covers(self.params):  # after one step not all are known
             self.end_warmup()
+
+    def end_warmup(self) -> PassMethod | None:
+        """See :class:`StepHooks`."""
+        return self.warmup_end.end(self)
 
     # State.
 
@@ -504,8 +440,8 @@ class GradientSync(StepHooks):
         self.since = self.steps
         self.updates.state_loaded()
         if state["order"] is not None:
-            self.build_buckets(state["order"])
-            self._has_learned(state["order"])
+            self.order.build(state["order"])
+            self.order.is_known(state["order"])
         self.buckets.load(state["buckets"])
 
     def stats(self) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""Modules that would train wrong without a word under data parallelism."""
+"""Modules and optimizers that would train wrong without a word under data parallelism."""
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from trigram.errors import UnsupportedError
+from trigram.runtime import logs
 
 
 def check_modules(model: nn.Module, size: int) -> None:
@@ -36,3 +40,30 @@ def check_modules(model: nn.Module, size: int) -> None:
                 "batch of each rank alone; call torch.distributed.init_process_group on all ranks before "
                 "with_bagua, or use BatchNorm"
             )
+
+
+class AveragedOptimizer:
+    """The optimizer whose state is averaged with the weights of a model.
+
+    Args:
+        optimizer: The ``optimizer=`` of ``with_bagua``. It is not kept.
+        title: Names the algorithm and the model.
+    """
+
+    def __init__(self, optimizer: Optimizer, title: str) -> None:
+        self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer)
+        self._title = title
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Warns, once, of another one that updates the model: its state is not averaged."""
+        if self._optimizer is None:
+            return
+        given = self._optimizer()
+        # Wrappers of an optimizer have its groups.
+        if given is None or given.param_groups is not optimizer.param_groups:
+            logs.warning(
+                f"{self._title} was updated by a {type(optimizer).__name__} that is not the optimizer= of "
+                "with_bagua, so its state is not averaged; call trigram.unwrap(model) and with_bagua again, "
+                "with the new optimizer"
+            )
+            self._optimizer = None

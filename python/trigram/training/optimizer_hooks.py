@@ -26,12 +26,23 @@ from trigram.runtime import dynamo
 from trigram.runtime.weak import copied
 
 
+class Watched(Protocol):
+    """The parameters of a model.
+
+    Attributes:
+        index: By ``id()``, their places in the model.
+        ids: ``id()`` of each that trains.
+    """
+
+    index: dict[int, int]
+    ids: set[int]
+
+
 class Updated(Protocol):
     """Who is told of updates.
 
     Attributes:
         model: A weak reference to the model.
-        param_ids: ``id()`` of each parameter whose updates it wants to know of.
         updating: The optimizers whose ``step`` is running, outermost first.
         times: Where the model's steps go.
         waits_for_closure: A closure given to ``step`` is called first, and then :meth:`before_update`: the
@@ -39,10 +50,13 @@ class Updated(Protocol):
     """
 
     model: weakref.ref[torch.nn.Module]
-    param_ids: set[int]
     updating: list[weakref.ref[Optimizer]]
     times: steps.StepTimes
     waits_for_closure: bool
+
+    @property
+    def parameters(self) -> Watched:
+        """The model's parameters; it wants to know of updates of those that train."""
 
     def before_update(self, mine: set[int]) -> None:
         """An optimizer is about to update the parameters with these ``id()``."""
@@ -126,7 +140,7 @@ def listeners() -> list[Updated]:
 
 def has_listener(param: torch.Tensor) -> bool:
     """Whether a model that still exists is told of updates of the parameter."""
-    return any(id(param) in listener.param_ids and listener.model() is not None for listener in listeners())
+    return any(id(param) in each.parameters.ids and each.model() is not None for each in listeners())
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:
@@ -243,5 +257,5 @@ def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:
         return []
     params = parameters_of(optimizer)
     # The same order on all ranks: that in which the models were wrapped.
-    found = [(listener, mine) for listener in listeners() if (mine := params & listener.param_ids)]
+    found = [(listener, mine) for listener in listeners() if (mine := params & listener.parameters.ids)]
     return sorted(found, key=lambda each: getattr(each[0], "number", 0))

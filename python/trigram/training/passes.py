@@ -37,7 +37,6 @@ class PassMethod(optimizer_hooks.Updated, Protocol):
 
     Attributes:
         params: The model's parameters.
-        index: By ``id()``, their places there.
         sync: False inside ``no_sync``.
         join: The block of ``trigram.join`` that the model is in, or None.
         pipeline: Which gradients of the pass are there. In a pass that it has begun with, only those enter
@@ -45,7 +44,6 @@ class PassMethod(optimizer_hooks.Updated, Protocol):
     """
 
     params: list[torch.Tensor]
-    index: dict[int, int]
     sync: bool
     join: Any
     pipeline: _core.Pipeline
@@ -85,9 +83,6 @@ class PassMethod(optimizer_hooks.Updated, Protocol):
 
     def abort_failed(self, timeout: float | None = None) -> None:
         """Aborts a pass that has failed, and what else has."""
-
-    def abort_others(self) -> None:
-        """The same for other models."""
 
     def end_warmup(self) -> PassMethod | None:
         """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
@@ -238,7 +233,7 @@ class Passes:
             return  # torch.func.functional_call with other tensors: not the weights that train
         method.times.enter(steps.FORWARD)
         method.abort_failed()
-        method.abort_others()
+        self._abort_others()
         optimizer_hooks.forget_failed(method)
         if not method.updating and (following := method.end_warmup()) is not None:
             following.passes._before_forward(model, args)
@@ -306,7 +301,7 @@ class Passes:
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         method = self.method
-        i = method.index.get(id(param))
+        i = method.parameters.index.get(id(param))
         if i is None:
             return  # the script has taken it out of the model
         if not method.sync:
@@ -318,7 +313,7 @@ class Passes:
         if not self.in_backward:
             method.abort_failed()
             self.begin_in_backward(i)
-            i = method.index[id(param)]
+            i = method.parameters.index[id(param)]
         method.gradient(i, param)
 
     def begin_in_backward(self, param: int | None) -> None:
@@ -385,6 +380,16 @@ class Passes:
             if method.sync:
                 self.begin(None)
                 method.abort_pass()
+
+    def _abort_others(self) -> None:
+        """Aborts failed passes of other models: the other ranks wait in them, and would wait for this one
+        while it waits for them in this model."""
+        for other in optimizer_hooks.listeners():
+            theirs: Passes | None = getattr(other, "passes", None)
+            if theirs is None or theirs is self or theirs.made_in is not self.made_in:
+                continue
+            if other.model() is not None:
+                theirs.method.abort_failed()
 
     def _forward_failed(self, model: nn.Module) -> None:
         """The forward pass of a training step has raised an exception: the pass fails on all ranks, for a

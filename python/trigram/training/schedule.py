@@ -79,6 +79,27 @@ class StepSchedule(Protocol):
         """Restores what :meth:`state` returned."""
 
 
+class Counters:
+    """What the schedules of a model have counted, one after another."""
+
+    def __init__(self) -> None:
+        self._earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
+
+    def now(self, schedule: StepSchedule) -> dict[str, Any]:
+        """Averaging steps, those that were waited for, bytes and seconds, with those of ``schedule``."""
+        now = {
+            "rounds": schedule.steps_done,
+            "waits": schedule.waits,
+            "bytes": schedule.sent(),
+            "waited": schedule.waited,
+        }
+        return {name: value + self._earlier[name] for name, value in now.items()}
+
+    def keep(self, schedule: StepSchedule) -> None:
+        """``schedule`` is about to be replaced."""
+        self._earlier = self.now(schedule)
+
+
 @dataclass(frozen=True)
 class _Started:
     """An averaging step under way.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +22,16 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.elastic.recovery import ElasticModel, SharedState
-from trigram.errors import MismatchError, MisuseError, UnsupportedError
-from trigram.gpu import device
+from trigram.errors import MismatchError
 from trigram.observe import steps
-from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
-from trigram.training.passes import Passes
+from trigram.training.parameters import Parameters
+from trigram.training.passes import Passes, PassMethod
 from trigram.training.tensor_check import check_tensors
 from trigram.training.uneven_inputs import UnevenInputs
-from trigram.training.update_watch import ValuesSnapshot
 
 _numbers = itertools.count()
 
@@ -45,8 +42,11 @@ class StepHooks:
     Args:
         model: The module. The constructor broadcasts the parameters and buffers of the group's first rank.
         groups: The model's process groups.
+        parameters: The model's parameters, to be found here; None: those that train are those that require
+            gradients.
 
     Attributes:
+        params: All of them, in the model's order.
         steps: Steps of training; each algorithm says what it counts.
         idle_steps: Those of them that this rank made without inputs, inside ``trigram.join``.
         sync: False inside ``no_sync``.
@@ -57,7 +57,6 @@ class StepHooks:
         join: The block of ``trigram.join`` that the model is in, or None.
         pipeline: Which gradients of the pass are there. In a pass that it has begun with, only those enter
             Python after which there is something to do.
-        limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
         number: The order in which hooks were made.
         times: Where the steps go.
         fidelity: What averages lose; None: nobody has asked.
@@ -67,8 +66,10 @@ class StepHooks:
     in_step = True
     waits_for_closure = False
 
-    def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
+    def __init__(self, model: nn.Module, groups: ModelGroups, parameters: Parameters | None = None) -> None:
         self.model = weakref.ref(model)
+        self.parameters = parameters or Parameters(groups)
+        self.params: list[torch.Tensor] = []
         self.pipeline = _core.Pipeline()
         self.passes = Passes(self)
         self.groups = groups
@@ -78,14 +79,10 @@ class StepHooks:
         self.number = next(_numbers)
         self.sync = True
         self.join: UnevenInputs | None = None
-        self._before_loading: ValuesSnapshot | None = None
         self.steps = self.idle_steps = 0
         self.has_failed = False  # the last pass
         self.bytes = 0
         self.waited = 0.0
-        self.limit = 0
-        self.told = False
-        self.successor: Callable[[], StepHooks] | None = None
         self.updating: list[weakref.ref[Optimizer]] = []
         self.elastic: Elasticity = FixedRanks()
         self.fidelity = fidelity.asked(groups)
@@ -94,8 +91,8 @@ class StepHooks:
         check_tensors(model, None if groups.joining else groups.control, groups.ignored)
         self.find_parameters(model)
         if not groups.joining:
-            _agree_on(self.tensors(model), groups.control)
-            coalesced.broadcast([t for _, t in self.tensors(model)], 0, groups.control)
+            _agree_on(self.parameters.tensors(model), groups.control)
+            coalesced.broadcast([t for _, t in self.parameters.tensors(model)], 0, groups.control)
         self.watch(model)
 
     # Subclasses override these.
@@ -171,7 +168,7 @@ class StepHooks:
     def load(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
         self.steps = state["steps"]
-        self._before_loading = None  # it was saved together with the weights that were loaded
+        self.parameters.forget_loading()
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
@@ -201,70 +198,18 @@ class StepHooks:
 
     # Parameters.
 
-    def tensors(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """The parameters and buffers of the model with their names, without the ignored ones."""
-        named = [*model.named_parameters(), *model.named_buffers()]
-        return [(n, t) for n, t in named if n not in self.groups.ignored]
-
     def find_parameters(self, model: nn.Module) -> None:
         """Finds the parameters that train."""
-        named = [(n, p) for n, p in model.named_parameters() if n not in self.groups.ignored]
-        self.names = [n for n, _ in named]
-        self.params = [p for _, p in named]
-        self.index = {id(p): i for i, p in enumerate(self.params)}
-        self.trains = [self.is_trained(p) for p in self.params]
-        trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
-        for (name, p), trains in zip(named, self.trains, strict=True):
-            if not trains:
-                continue
-            if p.device != trained[0].device:
-                raise UnsupportedError(
-                    f"with_bagua: parameter {name} is on {p.device}, but other parameters are on "
-                    f"{trained[0].device}; move the whole model to one device"
-                )
-            if not p.is_cpu and p.device.type not in device.kinds:
-                raise UnsupportedError(
-                    f"with_bagua: parameter {name} is on {p.device}; move the model to the CPU or to a GPU"
-                )
-            if not (p.is_floating_point() or p.is_complex()):
-                raise UnsupportedError(
-                    f"with_bagua: parameter {name} has dtype {p.dtype}, but only floating-point and complex "
-                    "parameters can be trained; set requires_grad=False on it"
-                )
-        if not trained:
-            raise MisuseError(
-                "with_bagua: the model has no parameter that requires a gradient; set requires_grad=True on "
-                "at least one"
-            )
-        self.param_ids = {id(p) for p in trained}
-        self.groups.trained |= self.param_ids
-        self._layouts = [_layout(p) for p in self.params]
+        self.parameters.find(model)
+        self.params = self.parameters.all
         self.pipeline.assign([id(p) for p in self.params], [])
-
-    def is_trained(self, param: torch.Tensor) -> bool:
-        """Whether the script trains the parameter now."""
-        return param.requires_grad
-
-    def has_other_parameters(self, model: nn.Module) -> bool:
-        """Whether parameters were added, removed or replaced since they were found, or have another dtype,
-        shape, device or memory format."""
-        now = [p for n, p in model.named_parameters() if n not in self.groups.ignored]
-        return (
-            len(now) != len(self.params)
-            or any(p is not q for p, q in zip(now, self.params, strict=True))
-            or any(_layout(p) != layout for p, layout in zip(now, self._layouts, strict=True))
-        )
-
-    def has_other_training(self) -> bool:
-        """Whether the script trains other parameters than when they were found."""
-        return [self.is_trained(p) for p in self.params] != self.trains
 
     # Hooks.
 
     def watch(self, model: nn.Module) -> None:
         """Installs the hooks on the model and its parameters."""
         optimizer_hooks.leave(self)
-        self.passes.watch(model, self.params, self.names)
+        self.passes.watch(model, self.params, self.parameters.names)
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it has no such hooks; a parent's are called too when the whole model is loaded
@@ -279,30 +224,11 @@ class StepHooks:
         self.times.close()
 
     def _before_load(self, *_: Any) -> None:
-        if self._before_loading is None:
-            self._before_loading = ValuesSnapshot(self.params)
+        self.parameters.before_load()
 
-    def was_loaded(self) -> bool:
-        """Whether ``load_state_dict`` has changed parameters since the last call. A script may load other
-        weights on one rank, and then those it had."""
-        before, self._before_loading = self._before_loading, None
-        # After a pass that failed on some ranks only, their weights may be those that all load.
-        return before is not None and (self.has_failed or not before.same(self.params))
-
-    def end_warmup(self) -> StepHooks | None:
+    def end_warmup(self) -> PassMethod | None:
         """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
-        if self.successor is None or self.steps < self.limit or self.passes.active:
-            return None
-        if not any(p.requires_grad for p in self.params):
-            return None  # frozen while another model trains: what follows begins with its next step
-        if self.join is not None:  # ranks without inputs follow the others' passes as they are
-            if not self.told and self.groups.rank == 0:
-                self.told = True
-                logs.warning(
-                    f"{self.groups.name}: the warm-up of {self.limit} steps ends when trigram.join does"
-                )
-            return None
-        return self.successor()
+        return None
 
     # Passes that raise an exception.
 
@@ -313,24 +239,6 @@ class StepHooks:
             timeout: Seconds to wait for what a step has begun; None: as long as its calls may take.
         """
         self.passes.abort_failed()
-
-    def abort_others(self) -> None:
-        """Aborts failed passes of other models: the other ranks wait in them, and would wait for this one
-        while it waits for them in this model."""
-        for other in optimizer_hooks.listeners():
-            if (
-                not isinstance(other, StepHooks)
-                or other is self
-                or other.passes.made_in is not self.passes.made_in
-            ):
-                continue
-            if other.model() is not None:
-                other.abort_failed()
-
-
-def _layout(p: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, torch.device, bool]:
-    # The address tells of `torch.utils.swap_tensors`: the same object of Python, another node of the graph.
-    return p._cdata, p.dtype, p.shape, p.device, coalesced.is_channels_last(p)
 
 
 def agree_on_algorithm(text: str, groups: ModelGroups) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from trigram.errors import MisuseError
+
 _SAMPLED = 8
 """Parameters of which a snapshot keeps values."""
 _VALUES = 512
@@ -66,6 +68,10 @@ class ValuesSnapshot:
 class UntrainedPasses:
     """Forward passes that find other weights than the one before, while no backward pass tells of a training
     step: a script that uses ``torch.autograd.grad`` and changes weights by hand trains apart from the others.
+
+    Args:
+        what: Names the weights, for the error.
+        advice: Follows "without a backward pass" there.
     """
 
     MOST = 20
@@ -73,7 +79,8 @@ class UntrainedPasses:
     _ORDINARY = 3
     """As many forward passes belong to one training step in many scripts, and are not looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, advice: str) -> None:
+        self._what, self._advice = what, advice
         self.clear(-1)
 
     def clear(self, steps: int) -> None:
@@ -82,15 +89,22 @@ class UntrainedPasses:
         self.passes = self.changes = 0
         self._before: ValuesSnapshot | None = None
 
-    def forward(self, steps: int, params: Sequence[torch.Tensor]) -> int:
-        """A forward pass begins, after ``steps`` training steps; how many passes found other weights."""
+    def forward(self, steps: int, params: Sequence[torch.Tensor]) -> None:
+        """A forward pass begins, after ``steps`` training steps.
+
+        Raises:
+            MisuseError: Too many have found other weights.
+        """
         if steps != self._steps:
             self.clear(steps)
         self.passes += 1
         if self.passes >= self._ORDINARY:
             self.changes += self._before is not None and not self._before.same(params)
             self._before = ValuesSnapshot(params)
-        return self.changes
+        if self.changes >= self.MOST:
+            raise MisuseError(
+                f"{self._what} were changed {self.changes} times without a backward pass{self._advice}"
+            )
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

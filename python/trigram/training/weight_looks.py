@@ -29,6 +29,7 @@ class WeightLooks:
         self._weights: WeightsSnapshot | None = None
         self._gradients = GradientsSnapshot(())
         self._used = UsedGradients()
+        self._resting: WeightsSnapshot | None = None
         self._has_optimizer = self._has_looked = False
 
     @property
@@ -55,6 +56,14 @@ class WeightLooks:
         """The weights were changed by trigram."""
         if self._weights is not None:
             self._weights = WeightsSnapshot(self.trained)
+
+    def rest(self) -> None:
+        """The weights are what they are to be until this rank trains, or a script moves them for a while."""
+        self._resting = WeightsSnapshot(self.trained)
+
+    def at_rest(self) -> bool:
+        """Whether they still are: asynchronous averages may take them."""
+        return self._resting is not None and not self._resting.moved(self.trained)
 
     def forget(self) -> None:
         """The weights are others: a checkpoint was loaded."""

@@ -115,7 +115,7 @@ class _Distributed:
         """Averages gradients that no backward pass has averaged; the rest is averaged already."""
         if isinstance(hooks := self._hvd_hooks(), GradientSync):
             hooks.sync = True
-            hooks.before_update(hooks.param_ids)
+            hooks.before_update(hooks.parameters.ids)
         self._hvd_synchronized = True
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ from trigram.training.gradients.buckets import Bucket
 from trigram.training.gradients.in_parts import ShardedGradient
 from trigram.training.gradients.local import LocalGradients
 from trigram.training.gradients.probe import GradientProbe
+from trigram.training.parameters import Parameters
 from trigram.training.passes import Passes
 from trigram.training.uneven_inputs import UnevenInputs
 
@@ -87,7 +88,7 @@ class Averaged(Protocol):
     fidelity: Fidelity | None
     join: UnevenInputs | None
     times: steps.StepTimes
-    names: list[str]
+    parameters: Parameters
     sparse: list[int]
     since: int
     since_update: int
@@ -242,8 +243,9 @@ class GradientPass:
         hooks = self.hooks
         starts = self.pipeline.arrive(i)
         if starts is None:
+            name = hooks.parameters.names[i]
             raise MisuseError(
-                f"{self.groups.name}: {hooks.names[i]} received a second gradient in one backward pass, "
+                f"{self.groups.name}: {name} received a second gradient in one backward pass, "
                 "after the first was sent; use checkpoint(..., use_reentrant=False), or run all backward "
                 "passes but the last under trigram.no_sync"
             )
@@ -297,15 +299,16 @@ class GradientPass:
                 grad = param.grad = grad.of_this_rank()
             if k in absent:
                 continue
+            name = hooks.parameters.names[i]
             if grad is None:
                 raise MisuseError(
-                    f"{self.groups.name}: a hook of the script has set the gradient of {hooks.names[i]} to "
-                    "None during backward(), before it was averaged; update weights after backward(), or use "
+                    f"{self.groups.name}: a hook of the script has set the gradient of {name} to None "
+                    "during backward(), before it was averaged; update weights after backward(), or use "
                     "an algorithm that averages weights (local_sgd, decentralized)"
                 )
             if grad.layout != torch.strided or grad.dtype != param.dtype:
                 raise UnsupportedError(
-                    f"{self.groups.name}: the gradient of {hooks.names[i]} is {grad.layout}, {grad.dtype}, "
+                    f"{self.groups.name}: the gradient of {name} is {grad.layout}, {grad.dtype}, "
                     f"but a dense {param.dtype} tensor is expected; create modules with sparse gradients "
                     "with sparse=True, and change a parameter's dtype before with_bagua"
                 )
@@ -357,7 +360,8 @@ class GradientPass:
             if not hooks.updates.moves_parameters:
                 bucket.give_strides(hooks.params)
         for i in hooks.sparse:
-            sparse.average(hooks.params[i], hooks.names[i], self.groups.control, self.groups.sample_weight)
+            name = hooks.parameters.names[i]
+            sparse.average(hooks.params[i], name, self.groups.control, self.groups.sample_weight)
 
     def end(self) -> None:
         """The pass is over on all ranks, and counts."""

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.mean import mean_of
 from trigram.training.gradients.in_parts import ShardedGradient
 from trigram.training.update_watch import GradientsSnapshot, UsedGradients
 
@@ -86,6 +88,14 @@ class LocalGradients:
         """Optimizers have updated the parameters with these ``id()``."""
         self.averaged = False
         self._used.keep(params, mine)
+
+    def average_changed(self, buckets: Buckets, mine: set[int], groups: ModelGroups) -> None:
+        """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
+        computed the new ones from the averages (to clip or scale them), they are the same on all ranks and
+        stay so, and a codec would lose part of them once more."""
+        changed = self.find(buckets.placed(), buckets.params, mine)
+        mean_of([p.grad for p in changed if p.grad is not None], groups)
+        self.averages_are(buckets.params)
 
     def any(
         self,

@@ -38,7 +38,7 @@ class LentParts(GradientPart):
     def lend(self) -> list[torch.Tensor]:
         """The parts of the weights that train, which are divided; all ranks call it."""
         sync, weights = self.sync, self.state.weights
-        for name, p in zip(sync.names, sync.params, strict=True):
+        for name, p in zip(sync.parameters.names, sync.params, strict=True):
             if p.requires_grad and p.numel() and id(p) not in weights.shards.places:
                 raise UnsupportedError(
                     f"{sync.groups.name}: local_shards: parameter {name} trains, and the optimizer= of "

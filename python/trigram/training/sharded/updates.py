@@ -117,7 +117,8 @@ class ShardedUpdates(GradientPart, Updates):
     def parameters_found(self) -> None:
         """See :class:`Updates`. Where gradients are divided, buckets keep their first order: slices would
         have to move."""
-        self.sync.param_ids |= set(self.state.weights.shards.places)  # may be updated after they are frozen
+        # These may be updated after they are frozen.
+        self.sync.parameters.ids |= set(self.state.weights.shards.places)
         if self.state.weights.divides_gradients:
             self.sync.pipeline.learn(False)
 
@@ -192,7 +193,8 @@ class ShardedUpdates(GradientPart, Updates):
         own = optimizer_hooks.parameters_of(self.optimizer)
         if optimizer is not self.optimizer:
             if mine & own:
-                name = next(n for n, p in zip(sync.names, sync.params, strict=True) if id(p) in mine & own)
+                names = sync.parameters.names_by_id()
+                name = next(name for each, name in names.items() if each in mine & own)
                 raise MisuseError(
                     f"{sync.groups.name}: {type(optimizer).__name__}.step updates {name}, which the "
                     f"optimizer= of with_bagua ({type(self.optimizer).__name__}) updates in slices; step "
@@ -235,7 +237,7 @@ class ShardedUpdates(GradientPart, Updates):
             wanted = layouts(sync.buckets)
         else:
             if not (weights.shards.places or sync.elastic.can_redo):
-                sync.learn_order()  # slices never move: take the order of gradients before they are made
+                sync.order.learn()  # slices never move: take the order of gradients before they are made
             wanted = weights.lay_out_missing(own, weights.loads)
         self.recovery.agree(wanted)
         for layout in wanted:

@@ -89,7 +89,7 @@ class FusedUpdates(GradientPart, Updates):
         sync, optimizer = self.sync, self.optimizer
         # torch's fused kernels take gradients memory for memory, whatever the strides.
         by_memory = {id(p) for g in optimizer.param_groups if g.get("fused") for p in g["params"]}
-        for name, p in zip(sync.names, sync.params, strict=True):
+        for name, p in zip(sync.parameters.names, sync.params, strict=True):
             if id(p) in by_memory and not sync.updates.moves_parameters and coalesced.is_permuted(p):
                 raise UnsupportedError(
                     f"{sync.groups.name}: fused=True: the dimensions of parameter {name} lie in memory in "

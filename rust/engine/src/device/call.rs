@@ -85,20 +85,25 @@ impl DeviceCall {
         }
     }
 
-    /// Waits until it no longer accesses its memory; the error to report. If ranks disagree on a call, the abort by
-    /// another rank may arrive before the outcome of this rank's own consistency check, which names what differs.
+    /// Waits until it no longer accesses its memory; the error to report.
     fn end(&self, error: Error) -> Error {
         wait_released(&self.done);
-        let Some(check) = self.check.as_ref().filter(|_| matches!(error, Error::Aborted(_))) else {
-            return error;
-        };
-        let since = Instant::now();
-        loop {
-            match check.outcome() {
-                Some(Err(cause)) => return cause,
-                None if since.elapsed() < OUTCOME => std::thread::sleep(POLL_INTERVAL),
-                _ => return error,
-            }
+        cause(self.check.as_ref(), error)
+    }
+}
+
+/// The error to report of a call that has failed. If ranks disagree on a call, the abort by another rank may arrive before
+/// the outcome of this rank's own consistency check, which names what differs: also before the call is given to NCCL.
+pub(crate) fn cause(check: Option<&Arc<Completion>>, error: Error) -> Error {
+    let Some(check) = check.filter(|_| matches!(error, Error::Aborted(_))) else {
+        return error;
+    };
+    let since = Instant::now();
+    loop {
+        match check.outcome() {
+            Some(Err(cause)) => return cause,
+            None if since.elapsed() < OUTCOME => std::thread::sleep(POLL_INTERVAL),
+            _ => return error,
         }
     }
 }

@@ -17,7 +17,7 @@ use trigram_core::signature::{Collective, Signature};
 use trigram_core::{DType, Error, ReduceOp, Result};
 
 use crate::call::request::Request;
-use crate::device::call::{DeviceCall, wait_released};
+use crate::device::call::{DeviceCall, cause, wait_released};
 use crate::device::failure::{Failure, POLL_INTERVAL, abort_others, blame, from_nccl};
 use crate::device::nccl_call::{NcclCall, elements, raw_mut};
 use crate::device::watch::{Deadline, WatchedCall, Watcher};
@@ -171,7 +171,7 @@ impl DeviceGroup {
         // Also after a failure: other ranks may have made this call before they learned of it, and the calls that
         // follow must have the same numbers on all ranks.
         let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
-        self.failure.get()?;
+        self.failure.get().map_err(|error| cause(check.as_ref(), error))?;
         let run = || nccl_call.run(&self.comm, &self.nccl);
         let deadline = Deadline::new(limit, "NCCL, after all ranks have made the call".into());
         // SAFETY: passed on to the caller.
@@ -270,7 +270,7 @@ impl DeviceGroup {
             if let Ok(released) = Event::record(stream) {
                 wait_released(&released);
             }
-            error
+            cause(check.as_ref(), error)
         })?;
         Ok(DeviceCall { done, check, failure: self.failure.clone() })
     }

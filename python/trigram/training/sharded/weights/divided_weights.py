@@ -65,7 +65,7 @@ class DividedWeights(GradientPart):
         self.shards.separate()
         if self.shards.places:
             self.shards.cut()
-        self.shards.hold({id(p): n for n, p in zip(self.sync.names, self.sync.params, strict=True)})
+        self.shards.hold(self.sync.parameters.names_by_id())
 
     def lacks(self, own: set[int]) -> bool:
         """Whether parameters of the optimizer, with these ``id()``, are not divided yet, or as the buckets of
@@ -93,8 +93,9 @@ class DividedWeights(GradientPart):
         sync = self.sync
         for i in sync.buckets.place:
             if id(sync.params[i]) not in own and sync.params[i].numel():
+                name = sync.parameters.names[i]
                 raise MisuseError(
-                    f"sharded: parameter {sync.names[i]} trains, and the optimizer= of with_bagua does not "
+                    f"sharded: parameter {name} trains, and the optimizer= of with_bagua does not "
                     "update it; with gradients='shards' no rank has its whole gradient: add it to the "
                     "optimizer, set requires_grad=False, or use gradients='full'"
                 )

@@ -1,0 +1,111 @@
+"""Asynchronous algorithms that other ranks may wait for, and how they end together."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Protocol
+
+from torch import nn
+
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.errors import TimeoutError, TrigramError
+from trigram.runtime import exit_status, job, serving
+from trigram.runtime.job import Part
+from trigram.training.elasticity import Elasticity
+from trigram.training.schedule import StepSchedule
+
+
+class Running(serving.Server, Protocol):
+    """The hooks of a model, as others need them that wait for it."""
+
+    model: weakref.ref[nn.Module]
+    groups: ModelGroups
+    schedule: StepSchedule
+    elastic: Elasticity
+
+    def drain(self) -> None:
+        """Ends the averaging steps under way, on all ranks, and applies them."""
+
+    def close(self) -> None:
+        """Removes the hooks."""
+
+
+@job.told_first
+class RunningModels(Part):
+    """The hooks of a rank's asynchronous algorithms, in the order in which they were made.
+
+    They stay here until they have ended on all ranks, even if the script drops the model, because other ranks
+    may wait for their messages. In an elastic job the model stays too: a rank that has ended its training may
+    have to send its state to a joining rank.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[Running, nn.Module | None] = {}
+
+    def add(self, hooks: Running, model: nn.Module | None) -> None:
+        """Threads of this process that wait serve the hooks, until :meth:`remove`; keeps ``model``."""
+        exit_status.watch()
+        self.models[hooks] = model
+        serving.add(hooks)
+
+    def remove(self, hooks: Running) -> None:
+        """Ends :meth:`add`."""
+        self.models.pop(hooks, None)
+        serving.remove(hooks)
+
+    def finish(self) -> None:
+        """Ends the algorithms together with all ranks, unless this rank has failed."""
+        failed = exit_status.has_failed()
+        for hooks in self.models:  # they may have been made in another thread
+            serving.bind(hooks)
+        for hooks in list(self.models):
+            if not failed:
+                with contextlib.suppress(TrigramError):
+                    hooks.drain()
+            self.remove(hooks)
+
+
+class _RanksChange(Exception):
+    """A rank was lost or is joining, while this one waits for all."""
+
+
+def wait_for_all(hooks: Running, timeout: float | None, end: float | None) -> bool:
+    """Waits until all ranks end the averaging steps of a model; False if the ranks have regrouped meanwhile.
+
+    Args:
+        hooks: The model's hooks.
+        timeout: Seconds; None for the group's.
+        end: When they are over, by ``time.monotonic``.
+
+    Raises:
+        TimeoutError: Not all ranks did within ``timeout`` seconds.
+    """
+    serving.bind(hooks)
+    finish = getattr(hooks.schedule, "finish_pending", None)
+    control = hooks.groups.control
+    before, control.timeout = control.timeout, timeout if timeout is not None else control.timeout
+    arrived: collectives.Work | None = None
+
+    def look() -> None:
+        # If the barrier has ended, all ranks were there before the loss.
+        if hooks.elastic.is_called() and not (arrived is not None and arrived.is_completed()):
+            raise _RanksChange
+
+    try:
+        with serving.looking(look):
+            if finish is not None and not serving.until(finish, end, idle=True):
+                raise TimeoutError(
+                    f"{hooks.groups.name}: waited {timeout} s for neighbours to finish their averaging "
+                    "steps; check that all ranks make this call, or pass a longer timeout"
+                )
+            arrived = collectives.barrier(control, async_op=True)
+            assert arrived is not None
+            serving.rest(arrived)
+    except _RanksChange:
+        hooks.elastic.regroup()
+        return False
+    finally:
+        control.timeout = before
+    return True

@@ -1,7 +1,7 @@
 """examples/elastic.py, whose steps last as long as the machine is busy.
 
-Faults are injected for some seconds, and ranks started again. On a busy machine a start takes long: the job must
-not be over by then. So what a start has taken here says how long a step pauses.
+Faults are injected for some seconds, and ranks started again. On a busy machine a start takes long: the job
+must not be over by then. So what a start has taken here says how long a step pauses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import time
+from pathlib import Path
 
 import sklearn.datasets  # noqa: F401  (what takes long to import)
 
@@ -21,8 +22,8 @@ QUIET_SECONDS = 10.0
 
 def age() -> float:
     """Seconds since this process began."""
-    with open("/proc/self/stat") as file:
-        began = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    told = Path("/proc/self/stat").read_text()
+    began = int(told.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 

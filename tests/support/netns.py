@@ -92,6 +92,14 @@ def unplug(host: int, second: bool = True, back: bool = False) -> None:
     _ip("-n", switch, "link", "set", f"port{host}", *(["master", "br0"] if back else ["nomaster"]))
 
 
+def cut(host: int, other: int, back: bool = False) -> None:
+    """What a host sends to another one gets lost from now on, silently; the others reach both. `back`: it
+    arrives again."""
+    nobody = ["lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+    change = ["del", address(other)] if back else ["replace", address(other), *nobody]
+    _ip("-n", name(host), "neigh", *change, "dev", "eth0")
+
+
 def put_down(host: int) -> None:
     """Its second interface keeps its address, and carries nothing."""
     _ip("-n", name(host), "link", "set", "eth1", "down")

@@ -27,7 +27,7 @@ import torch
 from trigram import _core, collectives
 from trigram.collectives.consistency import listed
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
-from trigram.errors import AbortedError, CorruptError, PeerLostError, TrigramError
+from trigram.errors import AbortedError, CorruptError, PeerLostError, TimeoutError, TrigramError
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import World
@@ -159,6 +159,7 @@ def change_membership(boundary: bool, complete: bool, renew: bool = False) -> Me
 
     Raises:
         PeerLostError: The ranks that this rank reaches are not the quorum: they must not continue the job.
+        TimeoutError: A member that runs has not called it within ``op_timeout`` seconds.
     """
     prepared: PreparedWorld | None = None
     tries = 0
@@ -170,7 +171,11 @@ def change_membership(boundary: bool, complete: bool, renew: bool = False) -> Me
         reachable = [r for r in mine.ranks if r not in lost]
         try:
             group = _reachable_group(now, mine, reachable)
-            known = _exchange_knowledge(group, now, mine, lost, (boundary, complete, renew))
+            try:
+                known = _exchange_knowledge(group, now, mine, lost, (boundary, complete, renew))
+            except TimeoutError as late:
+                why = f"elastic: not all members have come to change the membership: {late}"
+                raise AbsentError(why) from late
             decision = _decide(group, mine, known, tries == 0)
             if prepared is not None:
                 failed, prepared = prepared, None
@@ -184,7 +189,7 @@ def change_membership(boundary: bool, complete: bool, renew: bool = False) -> Me
             new = _connect_epoch(group, now, mine, decision, known)
             prepared = PreparedWorld(new, known, reachable, decision)
             group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
-        except NoQuorumError:
+        except (NoQuorumError, AbsentError):
             raise
         except TrigramError:  # a member was lost, or a joining rank could not be connected
             tries += 1
@@ -200,6 +205,10 @@ class NoQuorumError(PeerLostError):
     """The reachable ranks are not the quorum of an elastic job: the others may continue it."""
 
 
+class AbsentError(TimeoutError):
+    """Members that run have not come to a change of the membership within the limit of a collective."""
+
+
 class StateLostError(PeerLostError):
     """Part of the training state was on lost ranks only, so the job cannot continue."""
 
@@ -213,7 +222,7 @@ def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Grou
     if key not in mine.reachable_groups:
         ordinal = REACHABLE_ORDINALS + mine.epoch
         core = now.engine.group(_REACHABLE, reachable, ordinal, 0)
-        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, None, (), ordinal)
+        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, now.op_timeout, (), ordinal)
     return mine.reachable_groups[key]
 
 

@@ -264,7 +264,7 @@ class ElasticModel:
             except TrigramError as e:
                 if not is_loss(e):
                     raise
-                recover(boundary=False)
+                self.regroup(boundary=False)
                 if not self.behind:
                     return
 
@@ -281,7 +281,7 @@ class ElasticModel:
             except TrigramError as e:
                 if not is_loss(e):
                     raise
-                change = recover(boundary=False, complete=complete)
+                change = self.regroup(boundary=False, complete=complete)
                 if not (complete and change.commit):
                     a_pass.again()
                     complete = False
@@ -340,11 +340,12 @@ class ElasticModel:
         """Whether an error is due to a lost rank, so that the job continues."""
         return is_loss(error)
 
-    def regroup(self, boundary: bool = True) -> None:
-        """Changes the membership with the other ranks; aborts the calls in which they wait for this rank."""
+    def regroup(self, boundary: bool = True, complete: bool = False) -> MembershipChange:
+        """Changes the membership with the other ranks, see :func:`recover`; aborts the calls in which they
+        wait for this rank: such a call does not fail by itself if who is gone has left in good order."""
         if self.is_called():
             self.abort_calls()
-        recover(boundary)
+        return recover(boundary, complete)
 
     @contextlib.contextmanager
     def forgiving(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ class Elasticity(Protocol):
     def is_loss(self, error: TrigramError) -> bool:
         """Whether an error was caused by a lost rank, so that the others continue."""
 
-    def regroup(self, boundary: bool = True) -> None:
+    def regroup(self, boundary: bool = True) -> object:
         """Regroups with the other ranks: without lost ranks, and with ranks that join."""
 
     def forgiving(self) -> AbstractContextManager[None]:
@@ -86,7 +86,7 @@ class FixedRanks:
         """See :class:`Elasticity`."""
         return False
 
-    def regroup(self, boundary: bool = True) -> None:
+    def regroup(self, boundary: bool = True) -> object:
         """See :class:`Elasticity`."""
 
     def forgiving(self) -> AbstractContextManager[None]:

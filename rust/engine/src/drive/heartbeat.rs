@@ -70,6 +70,16 @@ impl Heartbeat {
         self.states.get(rank as usize).is_some_and(|state| state.silent < IN_TIME)
     }
 
+    /// Up to which silence this rank hears a peer that another finds silent after `limit`.
+    pub(crate) fn heard(limit: Duration) -> Duration {
+        IN_TIME.min(limit / 2)
+    }
+
+    /// Whether this rank hears a peer.
+    pub(crate) fn hears(&self, rank: u32, limit: Duration) -> bool {
+        self.states.get(rank as usize).is_some_and(|state| state.silent < Self::heard(limit))
+    }
+
     /// Sends heartbeats and checks those of the peers, whose data has just been read. Returns the peers that have
     /// been silent for too long, and those that have crashed.
     pub(crate) fn send_and_check(

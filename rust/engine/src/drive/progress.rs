@@ -73,6 +73,8 @@ pub struct Progress {
     closing: Vec<ClosingConnection>,
     /// Connections through another rank that have closed, and when: perhaps that rank is lost.
     cut: Vec<(Instant, LossEvent)>,
+    /// Losses of ranks that this one hears, as others report them, and when they did.
+    hearsay: Vec<(Instant, LossEvent)>,
     /// The threads that make calls.
     pub(crate) callers: Arc<Callers>,
     cross_waits: CrossWaits,
@@ -104,6 +106,7 @@ impl Progress {
             gone: Vec::new(),
             closing: Vec::new(),
             cut: Vec::new(),
+            hearsay: Vec::new(),
             window: WaitWindow::default(),
             ticked: Instant::now(),
         }
@@ -263,6 +266,7 @@ impl Progress {
             moved = true;
         }
         moved |= self.act_on_cuts();
+        moved |= self.act_on_hearsay();
         if moved {
             self.meter.sample(&self.rx, self.out.connections());
         }
@@ -440,23 +444,49 @@ impl Progress {
         true
     }
 
+    /// Handles what others have reported long enough ago; true if there was any. By now this rank would not hear who is
+    /// silent. So the two only do not hear each other: one of them has to go, or ranks would go on with different others and
+    /// wait for each other. All ranks that hear both choose the higher, whichever has reported first.
+    fn act_on_hearsay(&mut self) -> bool {
+        let limit = self.peers.limit();
+        let due =
+            self.hearsay.iter().position(|(since, _)| since.elapsed() > 3 * Heartbeat::heard(limit) / 2);
+        let Some((_, event)) = due.map(|i| self.hearsay.swap_remove(i)) else { return false };
+        let reporter = event.reported_by.filter(|reporter| !self.peers.is_lost(*reporter));
+        let Some(reporter) = reporter.filter(|_| !self.peers.is_lost(event.rank)) else { return true };
+        if !self.heartbeat.hears(event.rank, limit) {
+            self.lose(event);
+            return true;
+        }
+        let rank = reporter.max(event.rank);
+        let why = format!(
+            "ranks {} and {rank} have lost each other, and others hear both; the higher has to leave ({})",
+            reporter.min(event.rank),
+            event.why
+        );
+        self.lose(LossEvent { rank, why: Error::Aborted(why), kind: LossKind::Silent, reported_by: None });
+        true
+    }
+
     /// Handles the loss of a peer.
     fn act_on(&mut self, event: LossEvent) {
-        let LossEvent { rank, why, kind, reported_by } = event;
-        // What this host sees of its ranks counts, and not what another host can only infer from its silence.
-        let here = |rank| self.world.neighbours.contains_key(&rank);
-        if reported_by.is_some_and(|reporter| !here(reporter))
-            && here(rank)
-            && matches!(why, Error::Aborted(_))
-            && self.heartbeat.is_in_time(rank)
-        {
-            return;
-        }
-        // Two ranks that are cut off from each other blame each other: the second report is ignored.
+        // A rank that has evicted this one, or is evicted, evicts nobody else here.
         let kind_of = |rank| self.peers.kind(rank);
-        if reported_by.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
+        let reporter = event.reported_by;
+        if reporter.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
             return;
         }
+        let is_silence = matches!(event.why, Error::Aborted(_));
+        if reporter.is_some() && is_silence && self.heartbeat.hears(event.rank, self.peers.limit()) {
+            self.hearsay.push((Instant::now(), event));
+            return;
+        }
+        self.lose(event);
+    }
+
+    /// A peer is lost.
+    fn lose(&mut self, event: LossEvent) {
+        let LossEvent { rank, why, kind, reported_by } = event;
         // Its connection is gone from here on, and calls under way have not counted yet what they sent.
         if let (Some(counter), Some(tx)) = (self.counters.sent.get(rank as usize), self.out.to(rank)) {
             counter.store(tx.bytes, Ordering::Relaxed);

@@ -1,0 +1,81 @@
+"""Two ranks that do not hear each other while all others hear both: all agree which ranks go on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import trigram
+from tests.support import elastic_run, netns
+from tests.support.checks import raises
+from tests.support.harness import Ranks, await_flag, say
+
+pytestmark = pytest.mark.waits
+
+STEPS = 250
+
+
+def until_cut(rank: int, world: int) -> tuple[Any, str]:
+    """Who took part in the last step; or why this rank stopped."""
+    try:
+        return elastic_run.train(rank, world, STEPS, pause=0.02)["history"][-1], ""
+    except trigram.PeerLostError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize(
+    "cuts", [((1, 2), (2, 1)), ((1, 2),), ((2, 1),), ((0, 3), (3, 0)), ((1, 2), (2, 1), (0, 3), (3, 0))]
+)
+def test_all_agree_who_goes_on(cuts: tuple[tuple[int, int], ...], several_hosts: None) -> None:
+    """The higher of two stops, and says why."""
+    stops = {max(pair) for pair in cuts}
+    stay = tuple(rank for rank in range(4) if rank not in stops)
+    settings = {"TRIGRAM_SILENCE": "1.5"}
+    try:
+        with Ranks(4, until_cut, transport="tcp", hosts=[0, 1, 2, 3], env=settings) as ranks:
+            for rank in range(4):
+                ranks.await_said(rank, ("did", 20))
+            for host, other in cuts:
+                netns.cut(host, other)
+            began = time.monotonic()
+            results = ranks.results(60)
+    finally:
+        for host, other in cuts:
+            netns.cut(host, other, back=True)
+    assert time.monotonic() - began < 45
+    for rank, (last, why) in enumerate(results):
+        assert (last is None and "continue the job" in why) if rank in stops else last == stay, results
+
+
+def named(rank: int, world: int) -> tuple[int | None, str]:
+    """Who is lost, and why, some time after the cut."""
+    trigram.init()
+    trigram.all_reduce(torch.ones(3))
+    say("in the job")
+    await_flag("cut")
+    time.sleep(5.0)
+    error = raises(trigram.PeerLostError, trigram.all_reduce, torch.ones(3))
+    return error.rank, str(error)
+
+
+def test_who_hears_both_says_so(several_hosts: None) -> None:
+    """Also in a job that is not elastic."""
+    cuts = ((1, 2), (2, 1))
+    try:
+        with Ranks(4, named, transport="tcp", hosts=[0, 1, 2, 3], env={"TRIGRAM_SILENCE": "1.5"}) as ranks:
+            for rank in range(4):
+                ranks.await_said(rank, "in the job")
+            for host, other in cuts:
+                netns.cut(host, other)
+            (ranks.dir / "flag-cut").touch()
+            results = ranks.results(60)
+    finally:
+        for host, other in cuts:
+            netns.cut(host, other, back=True)
+    for rank in (0, 3):
+        lost, why = results[rank]
+        assert lost == 2 and "ranks 1 and 2 have lost each other, and others hear both" in why, results
+    assert results[1][0] == 2, results

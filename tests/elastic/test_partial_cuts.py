@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +52,34 @@ def test_all_agree_who_goes_on(cuts: tuple[tuple[int, int], ...], several_hosts:
     assert time.monotonic() - began < 45
     for rank, (last, why) in enumerate(results):
         assert (last is None and "continue the job" in why) if rank in stops else last == stay, results
+
+
+def broken(rank: int, world: int) -> tuple[Any, str]:
+    """As `until_cut`; the connection of rank 1 with rank 2 breaks meanwhile, on a host that goes on."""
+    if rank == 1:
+        threading.Thread(target=break_connection, args=(netns.address(2),), daemon=True).start()
+    return until_cut(rank, world)
+
+
+def break_connection(address: str) -> None:
+    """Closes this process's connections with a host."""
+    await_flag("break", 60)
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(fd.name))) as s:
+            if address in str(s.getpeername()):
+                s.shutdown(socket.SHUT_RDWR)
+
+
+def test_all_agree_after_a_connection_has_broken(several_hosts: None) -> None:
+    """Both ranks run, and all others reach both."""
+    settings = {"TRIGRAM_SILENCE": "1.5"}
+    with Ranks(4, broken, transport="tcp", hosts=[0, 1, 2, 3], env=settings) as ranks:
+        for rank in range(4):
+            ranks.await_said(rank, ("did", 20))
+        (ranks.dir / "flag-break").touch()
+        results = ranks.results(60)
+    for rank, (last, why) in enumerate(results):
+        assert (last is None and "continue the job" in why) if rank == 2 else last == (0, 1, 3), results
 
 
 def named(rank: int, world: int) -> tuple[int, str]:

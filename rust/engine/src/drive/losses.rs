@@ -30,11 +30,16 @@ pub(crate) fn evict(
         return None;
     }
     peers.log(LogLine::Evicted { me: world.rank, rank, why: why.clone() });
+    announce_to_others(out, rank, &why);
+    lose(calls, out, peers, world, rank, why, LossKind::Silent)
+}
+
+/// Tells all other peers that `rank` is lost.
+pub(crate) fn announce_to_others(out: &mut Outbox, rank: u32, why: &Error) {
     let others: Vec<u32> = out.all().map(|(peer, _)| peer).filter(|&peer| peer != rank).collect();
     for peer in others {
-        announce(out, peer, rank, &why);
+        announce(out, peer, rank, why);
     }
-    lose(calls, out, peers, world, rank, why, LossKind::Silent)
 }
 
 /// Handles a lost peer. Calls that need it fail now; later calls of its groups fail at once. Returns the connection,

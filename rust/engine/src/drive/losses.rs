@@ -35,7 +35,7 @@ pub(crate) fn evict(
 }
 
 /// Tells all other peers that `rank` is lost.
-pub(crate) fn announce_to_others(out: &mut Outbox, rank: u32, why: &Error) {
+fn announce_to_others(out: &mut Outbox, rank: u32, why: &Error) {
     let others: Vec<u32> = out.all().map(|(peer, _)| peer).filter(|&peer| peer != rank).collect();
     for peer in others {
         announce(out, peer, rank, why);
@@ -62,6 +62,10 @@ pub(crate) fn lose(
         announce(out, rank, rank, &why);
     }
     let mut tx = out.remove(rank);
+    if kind == LossKind::Dead && !world.neighbours.contains_key(&rank) {
+        // The others see a death themselves. But if only this connection has broken, they hear both ranks.
+        announce_to_others(out, rank, &why);
+    }
     for i in 0..calls.active.len() {
         let id = calls.active[i].body.id;
         if let Some(tx) = tx.as_mut().filter(|tx| tx.holds(id)) {

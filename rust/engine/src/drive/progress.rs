@@ -17,7 +17,7 @@ use crate::drive::cross_waits::CrossWaits;
 use crate::drive::failures::{check_losses, check_time};
 use crate::drive::heartbeat::{Heartbeat, Silence};
 use crate::drive::helper::{Helped, Helper};
-use crate::drive::losses::{announce_to_others, evict, lose};
+use crate::drive::losses::{evict, lose};
 use crate::drive::matching::Matching;
 use crate::drive::scheduling::Scheduling;
 use crate::group::members::Members;
@@ -494,11 +494,6 @@ impl Progress {
         let (calls, out, peers) = (&mut self.calls, &mut self.out, &mut self.peers);
         let unsent = match kind {
             LossKind::Silent if reported_by.is_none() => evict(calls, out, peers, &self.world, rank, why),
-            LossKind::Dead if !self.world.neighbours.contains_key(&rank) && !peers.is_lost(rank) => {
-                // The others see a death themselves. But if only this connection has broken, they hear both ranks.
-                announce_to_others(out, rank, &why);
-                lose(calls, out, peers, &self.world, rank, why, kind)
-            }
             kind => lose(calls, out, peers, &self.world, rank, why, kind),
         };
         let rx = self.rx[rank as usize].take();

@@ -14,7 +14,6 @@ class FullAverage(Average):
     """The mean by one all-reduce."""
 
     name = "all_reduce"
-    op = "avg"
 
     def __init__(self, memory: torch.Tensor, groups: ModelGroups) -> None:
         self.memory = memory
@@ -24,4 +23,4 @@ class FullAverage(Average):
 
     def phases(self, step: int) -> Phases:
         """See :class:`Exchange`."""
-        yield collectives.all_reduce(self.memory, self.op, None, self.groups.main, async_op=True)
+        yield collectives.all_reduce(self.memory, "avg", None, self.groups.main, async_op=True)

@@ -21,6 +21,25 @@ from trigram.codecs import Codec, find
 from trigram.mixing.step import AveragingStep
 
 
+def weighted_mean(of: AveragingStep, average: Average, number: int) -> Phases:
+    """Averaging step ``number``: ``of.out`` becomes the mean of all ranks' ``of.inp``, with the ranks' sample
+    weights if there are any.
+
+    Args:
+        of: The averaging step.
+        average: Of ``of.out``.
+        number: Of the averaging step, from 0 on.
+    """
+    weight = of.groups.sample_weight
+    of.out.copy_(of.inp)
+    if weight is not None:
+        weight.weigh(of.out)
+    of.sent += average.sent
+    yield from average.phases(number)
+    if weight is not None:
+        weight.normalize(of.out)
+
+
 class Mean(AveragingStep):
     """``out`` is the mean of all ranks' ``inp``, or a robust aggregation of them; the same bits on all
     ranks."""
@@ -43,14 +62,7 @@ class Mean(AveragingStep):
 
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        weight = self.groups.sample_weight
-        self.out.copy_(self.inp)
-        if weight is not None:
-            weight.weigh(self.out)
-        self.sent += self.average.sent
-        yield from self.average.phases(step)
-        if weight is not None:
-            weight.normalize(self.out)
+        yield from weighted_mean(self, self.average, step)
 
     def state(self) -> dict[str, Any]:
         """The state of a robust aggregation."""

@@ -81,61 +81,73 @@ class Messages:
         self.works = []
 
 
-class Gossip(AveragingStep):
-    """The base class of averaging steps with neighbours.
+class Neighbours:
+    """The neighbours of this rank in a graph, and the messages of an averaging step with them.
 
     Args:
-        tensors: The parameters.
-        groups: The model's process groups.
         graph: The neighbours of each rank, by step.
-        dtype: See :class:`AveragingStep`.
-        length: See :class:`AveragingStep`.
+        groups: The model's process groups.
+        like: A tensor on the device of what is sent.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        groups: ModelGroups,
-        graph: Graph,
-        dtype: torch.dtype | None = None,
-        length: Any = None,
-    ) -> None:
-        super().__init__(tensors, groups, dtype, length)
-        self.graph = graph
-        self.rank = groups.rank
+    def __init__(self, graph: Graph, groups: ModelGroups, like: torch.Tensor) -> None:
+        self.graph, self.rank = graph, groups.rank
         self.messages = Messages(groups)
-        if device.handles(self.inp):
+        if device.handles(like):
             # All ranks agree on the route here, because a rank may have no neighbour in a later step.
-            routes.route(groups.main, self.inp.device)
+            routes.route(groups.main, like.device)
+
+    def receive(self, step: int, like: torch.Tensor) -> list[tuple[torch.Tensor, int, float]]:
+        """Begins to receive from each that sends to this rank, into buffers of the size and dtype of
+        ``like``: the buffer, the group rank, and its weight in the graph."""
+        _, senders = self.graph.neighbours(self.rank, step)
+        return [
+            (self.messages.receive(self.messages.buffer(k, like), j), j, weight)
+            for k, (j, weight) in enumerate(senders)
+        ]
+
+    def receivers(self, step: int) -> Sequence[int]:
+        """The group ranks to which this rank sends."""
+        return self.graph.neighbours(self.rank, step)[0]
+
+    def send(self, step: int, t: torch.Tensor) -> int:
+        """Sends ``t`` to all of them, and starts all messages of the step; returns the bytes sent."""
+        sent = sum(self.messages.send(t, j) for j in self.receivers(step))
+        self.messages.flush()
+        return sent
 
 
-class Mix(Gossip):
-    """``out = sum_j W_ij inp_j`` with the weights W of the graph (D-PSGD)."""
+class Mix(AveragingStep):
+    """``out = sum_j W_ij inp_j`` with the weights W of the graph (D-PSGD).
+
+    Args:
+        tensors: The parameters, of one dtype.
+        groups: The model's process groups.
+        graph: The neighbours of each rank, by step.
+    """
 
     exact = True
 
+    def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph) -> None:
+        super().__init__(tensors, groups)
+        self.neighbours = Neighbours(graph, groups, self.inp)
+
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank, step)
-        incoming = [
-            (self.messages.receive(self.messages.buffer(k, self.inp), j), weight)
-            for k, (j, weight) in enumerate(senders)
-        ]
-        for j in receivers:
-            self.sent += self.messages.send(self.inp, j)
-        self.messages.flush()
-        yield self.messages
+        incoming = self.neighbours.receive(step, self.inp)
+        self.sent += self.neighbours.send(step, self.inp)
+        yield self.neighbours.messages
         half = self.inp.dtype in (torch.float16, torch.bfloat16)
         mixed = self.inp.float() if half else self.out
-        self_weight = 1 - sum(weight for _, weight in incoming)
+        self_weight = 1 - sum(weight for _, _, weight in incoming)
         torch.mul(mixed if half else self.inp, self_weight, out=mixed)
-        for theirs, weight in incoming:
+        for theirs, _, weight in incoming:
             mixed.add_(theirs, alpha=weight)
         if half:
             self.out.copy_(mixed)
 
 
-class Choco(Gossip):
+class Choco(AveragingStep):
     """Compressed differences on a fixed graph (CHOCO-SGD).
 
     Each rank i has an estimate xhat_i of its weights that its neighbours hold too. It sends
@@ -158,9 +170,10 @@ class Choco(Gossip):
     def __init__(
         self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
     ) -> None:
-        super().__init__(tensors, groups, graph, torch.float32)
+        super().__init__(tensors, groups, torch.float32)
+        self.neighbours = Neighbours(graph, groups, self.inp)
         self.codec, self.gamma = codec, gamma
-        self.weight = sum(w for _, w in graph.neighbours(self.rank)[1])
+        self.weight = sum(w for _, w in graph.neighbours(groups.rank)[1])
         self.take()
         # All ranks start with the same weights.
         self.replica = self.inp.clone()
@@ -170,18 +183,12 @@ class Choco(Gossip):
 
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank)
-        incoming = [
-            (self.messages.receive(self.messages.buffer(k, self.code), j), j, weight)
-            for k, (j, weight) in enumerate(senders)
-        ]
+        incoming = self.neighbours.receive(0, self.code)  # the graph is the same in all steps
         torch.sub(self.inp, self.replica, out=self.out)
-        self.codec.encode(self.out, self.code, seed=seed(step, self.rank))
-        for j in receivers:
-            self.sent += self.messages.send(self.code, j)
-        self.messages.flush()
+        self.codec.encode(self.out, self.code, seed=seed(step, self.groups.rank))
+        self.sent += self.neighbours.send(0, self.code)
         self.codec.decode(self.code, self.replica, 1.0)
-        yield self.messages
+        yield self.neighbours.messages
         for code, j, weight in incoming:
             self.codec.decode(code, self.theirs, weight, self.groups.main.ranks[j])
         torch.sub(self.theirs, self.replica, alpha=self.weight, out=self.out)
@@ -256,7 +263,7 @@ class References:
             self.edges = {j: e.clone() for j, e in state["edges"].items()}
 
 
-class Edges(Gossip):
+class Edges(AveragingStep):
     """Compressed differences on a graph that changes: see :class:`References`.
 
     The arguments are those of :class:`Choco`.
@@ -265,7 +272,8 @@ class Edges(Gossip):
     def __init__(
         self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
     ) -> None:
-        super().__init__(tensors, groups, graph, torch.float32)
+        super().__init__(tensors, groups, torch.float32)
+        self.neighbours = Neighbours(graph, groups, self.inp)
         self.gamma = gamma
         self.take()
         self.references = References(self.inp, codec, groups)
@@ -273,19 +281,17 @@ class Edges(Gossip):
 
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        _, senders = self.graph.neighbours(self.rank, step)
-        code = self.references.code
-        incoming = []
-        for k, (j, weight) in enumerate(senders):
-            theirs = self.messages.receive(self.messages.buffer(k, code), j)
+        code, messages = self.references.code, self.neighbours.messages
+        incoming, outgoing = self.neighbours.receive(step, code), []
+        for k, (_, j, _) in enumerate(incoming):  # edges are undirected: who sends receives
             mine = self.outgoing.buffer(k, code)
-            self.references.encode(j, self.inp, mine, seed(step, self.rank))
-            incoming.append((j, mine, theirs, weight))
-            self.sent += self.messages.send(mine, j)
-        self.messages.flush()
-        yield self.messages
+            self.references.encode(j, self.inp, mine, seed(step, self.groups.rank))
+            outgoing.append(mine)
+            self.sent += messages.send(mine, j)
+        messages.flush()
+        yield messages
         self.out.copy_(self.inp)
-        for j, mine, theirs, weight in incoming:
+        for (theirs, j, weight), mine in zip(incoming, outgoing, strict=True):
             self.references.apply(j, mine, theirs, self.out, self.gamma * weight)
 
     def state(self) -> dict[str, Any]:
@@ -297,7 +303,7 @@ class Edges(Gossip):
         self.references.load(state)
 
 
-class PushSum(Gossip):
+class PushSum(AveragingStep):
     """Push-sum on directed edges (SGP): converges to the mean also where ranks receive from unequal numbers
     of senders, which mixing with a directed graph does not.
 
@@ -316,7 +322,8 @@ class PushSum(Gossip):
 
     def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph) -> None:
         # One more value: the denominator.
-        super().__init__(tensors, groups, graph, torch.float32, lambda total: total + 1)
+        super().__init__(tensors, groups, torch.float32, lambda total: total + 1)
+        self.neighbours = Neighbours(graph, groups, self.inp)
         self.exact = all(t.dtype == torch.float32 for t in tensors)
         self.take()
         self.part = empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
@@ -326,21 +333,16 @@ class PushSum(Gossip):
 
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank, step)
-        incoming = [
-            self.messages.receive(self.messages.buffer(k, self.part), j) for k, (j, _) in enumerate(senders)
-        ]
+        incoming = self.neighbours.receive(step, self.part)
         if self.agreed_on:
             self._begin_again()
         self.inp[-1] = self.previous[-1] = 0.0
         self.numerator += torch.sub(self.inp, self.previous, out=self.out)
-        self.numerator /= 1 + len(receivers)
+        self.numerator /= 1 + len(self.neighbours.receivers(step))
         self.part.copy_(self.numerator)
-        for j in receivers:
-            self.sent += self.messages.send(self.part, j)
-        self.messages.flush()
-        yield self.messages
-        for theirs in incoming:
+        self.sent += self.neighbours.send(step, self.part)
+        yield self.neighbours.messages
+        for theirs, _, _ in incoming:
             self.numerator += theirs
         torch.div(self.numerator, self.numerator[-1], out=self.out)
         self.previous.copy_(self.out)

@@ -15,11 +15,12 @@ from trigram.algorithms.graphs import Graph
 from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.mixing.central import Outer
-from trigram.mixing.gossip import Gossip
+from trigram.mixing.gossip import Neighbours
+from trigram.mixing.step import AveragingStep
 from trigram.runtime.memory import empty
 
 
-class OuterGossip(Gossip):
+class OuterGossip(AveragingStep):
     """``s_i <- s_i + v_i``, with ``v_i <- momentum v_i + sum_j W_ij (s_j + lr (inp_j - s_j)) - s_i``.
 
     s_i are the slow weights of rank i, from which it trains until the next averaging step, and v_i is its
@@ -41,7 +42,8 @@ class OuterGossip(Gossip):
     def __init__(
         self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, outer: Outer
     ) -> None:
-        super().__init__(tensors, groups, graph, torch.float32)
+        super().__init__(tensors, groups, torch.float32)
+        self.neighbours = Neighbours(graph, groups, self.inp)
         self.exact = not any(t.dtype == torch.float64 for t in tensors)
         self.outer = outer
         self.take()
@@ -51,21 +53,15 @@ class OuterGossip(Gossip):
 
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank, step)
-        incoming = [
-            (self.messages.receive(self.messages.buffer(k, self.part), j), weight)
-            for k, (j, weight) in enumerate(senders)
-        ]
+        incoming = self.neighbours.receive(step, self.part)
         if self.agreed_on:
             self._begin_again()
         torch.sub(self.inp, self.slow, out=self.part)
         self.part.mul_(self.outer.lr).add_(self.slow)
-        for j in receivers:
-            self.sent += self.messages.send(self.part, j)
-        self.messages.flush()
-        yield self.messages
-        move = torch.mul(self.part, 1 - sum(weight for _, weight in incoming), out=self.out)
-        for theirs, weight in incoming:
+        self.sent += self.neighbours.send(step, self.part)
+        yield self.neighbours.messages
+        move = torch.mul(self.part, 1 - sum(weight for _, _, weight in incoming), out=self.out)
+        for theirs, _, weight in incoming:
             move.add_(theirs, alpha=weight)
         move.sub_(self.slow)
         if self.velocity is not None:

@@ -17,11 +17,12 @@ from trigram.averaging.exchange import Phases
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
-from trigram.mixing.central import Mean
+from trigram.mixing.central import weighted_mean
+from trigram.mixing.step import AveragingStep
 from trigram.runtime.memory import empty
 
 
-class Share(Mean):
+class Share(AveragingStep):
     """The values of all tensors, one after the other, form one sequence; every ``stride``-th of them is
     averaged, beginning with another one in each step. ``stride`` steps, in an order drawn for each such
     round, average all of them.
@@ -36,6 +37,8 @@ class Share(Mean):
         inp: The values that this step averages, one-dimensional; zeros after the last.
         out: Their means.
     """
+
+    exact = True
 
     def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, share: float) -> None:
         self.groups = groups
@@ -60,7 +63,7 @@ class Share(Mean):
             self.inp.zero_()
             for t, at, count, into in self._places():
                 self.inp[into : into + count] = _taken(t, at, self.stride)
-        yield from super().phases(step)
+        yield from weighted_mean(self, self.average, step)
 
     @torch.no_grad()
     def apply(self, moved: bool) -> None:

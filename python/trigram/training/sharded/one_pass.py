@@ -17,6 +17,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from trigram import collectives
+from trigram.averaging.average import Average
+from trigram.averaging.exchange import Phases
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
@@ -28,7 +30,7 @@ from trigram.training.sharded.weights.optimizer import ShardedOptimizer
 from trigram.training.sharded.weights.weight_buckets import WeightBucket
 
 
-class Flags(FullAverage):
+class Flags(Average):
     """In place of a bucket's average: tells all ranks which of its parameters any rank has used.
 
     Attributes:
@@ -36,13 +38,16 @@ class Flags(FullAverage):
     """
 
     name = "flags"
-    op = "max"
 
     def __init__(self, bucket: Bucket, groups: ModelGroups) -> None:
         assert bucket.flags is not None
-        super().__init__(bucket.flags, groups)
+        self.memory, self.groups = bucket.flags, groups
         self.sent = (groups.size - 1) * bucket.nbytes // groups.size
         self.replaced = bucket.average, bucket.calls
+
+    def phases(self, step: int) -> Phases:
+        """See :class:`trigram.averaging.exchange.Exchange`."""
+        yield collectives.all_reduce(self.memory, "max", None, self.groups.main, async_op=True)
 
 
 class OnePass:

@@ -54,10 +54,11 @@ def test_all_agree_who_goes_on(cuts: tuple[tuple[int, int], ...], several_hosts:
         assert (last is None and "continue the job" in why) if rank in stops else last == stay, results
 
 
-def broken(rank: int, world: int) -> tuple[Any, str]:
-    """As `until_cut`; the connection of rank 1 with rank 2 breaks meanwhile, on a host that goes on."""
-    if rank == 1:
-        threading.Thread(target=break_connection, args=(netns.address(2),), daemon=True).start()
+def broken(rank: int, world: int, breaks: dict[int, int]) -> tuple[Any, str]:
+    """As `until_cut`; connections of some ranks with another break meanwhile, on hosts that go on."""
+    if rank in breaks:
+        away = netns.address(breaks[rank])
+        threading.Thread(target=break_connection, args=(away,), daemon=True).start()
     return until_cut(rank, world)
 
 
@@ -70,16 +71,22 @@ def break_connection(address: str) -> None:
                 s.shutdown(socket.SHUT_RDWR)
 
 
-def test_all_agree_after_a_connection_has_broken(several_hosts: None) -> None:
-    """Both ranks run, and all others reach both."""
+@pytest.mark.parametrize(
+    "world, breaks, stay",
+    [(4, {1: 2}, (0, 1, 3)), (3, {1: 0}, (0, 2)), (4, {2: 0, 3: 0}, (0, 1)), (3, {2: 1}, (0, 1))],
+)
+def test_all_agree_after_connections_have_broken(
+    world: int, breaks: dict[int, int], stay: tuple[int, ...], several_hosts: None
+) -> None:
+    """All ranks run, and some reach all; never do two halves go on."""
     settings = {"TRIGRAM_SILENCE": "1.5"}
-    with Ranks(4, broken, transport="tcp", hosts=[0, 1, 2, 3], env=settings) as ranks:
-        for rank in range(4):
+    with Ranks(world, broken, breaks, transport="tcp", hosts=list(range(world)), env=settings) as ranks:
+        for rank in range(world):
             ranks.await_said(rank, ("did", 20))
         (ranks.dir / "flag-break").touch()
         results = ranks.results(60)
     for rank, (last, why) in enumerate(results):
-        assert (last is None and "continue the job" in why) if rank == 2 else last == (0, 1, 3), results
+        assert last == stay if rank in stay else last is None and "continue the job" in why, results
 
 
 def named(rank: int, world: int) -> tuple[int, str]:

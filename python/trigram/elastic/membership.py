@@ -43,6 +43,9 @@ _HANDSHAKE_TIMEOUT = 3.0
 """Seconds that the leader waits for a joining rank's handshake after those of the members are done."""
 _LOSS_REPORT_TIMEOUT = 3.0
 """Seconds after a failed call until the loss behind it is known on this rank."""
+_LEAST_PATIENCE = 60.0
+"""Seconds that members are waited for at least: one may be in a step of connecting an epoch that has failed, or
+silent and not lost yet."""
 _MOST_ADMISSIONS = 16
 """Ranks that one change of the membership admits at most."""
 _LOSS_KINDS = ("", "left", "dead", "silent", "refused")
@@ -189,7 +192,11 @@ def change_membership(boundary: bool, complete: bool, renew: bool = False) -> Me
             new = _connect_epoch(group, now, mine, decision, known)
             prepared = PreparedWorld(new, known, reachable, decision)
             group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
-        except (NoQuorumError, AbsentError):
+        except NoQuorumError:
+            raise
+        except AbsentError:
+            if prepared is not None:
+                prepared.world.engine.shutdown(False)
             raise
         except TrigramError:  # a member was lost, or a joining rank could not be connected
             tries += 1
@@ -222,7 +229,7 @@ def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Grou
     if key not in mine.reachable_groups:
         ordinal = REACHABLE_ORDINALS + mine.epoch
         core = now.engine.group(_REACHABLE, reachable, ordinal, 0)
-        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, now.op_timeout, (), ordinal)
+        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, None, (), ordinal)
     return mine.reachable_groups[key]
 
 
@@ -239,7 +246,8 @@ def _exchange_knowledge(
     ]
     row = torch.tensor([mine.newcomer, mine.commits, *position, *losses], dtype=torch.int64, device="cpu")
     rows = torch.empty(group.size, row.numel(), dtype=torch.int64, device="cpu")
-    collectives.all_gather(rows, row, group)
+    limit = None if now.op_timeout is None else max(now.op_timeout, _LEAST_PATIENCE)
+    collectives.all_gather(rows, row, group, timeout=limit)
     return rows
 
 

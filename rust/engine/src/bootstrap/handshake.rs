@@ -240,7 +240,8 @@ pub fn connect(
                 Err(_) => {}
                 Ok(_) => spare = Instant::now(),
             }
-            if began.elapsed() > limit || given_up.is_some() {
+            let incomplete = is_missing(&made) || relay.open().is_some() || untold > 0;
+            if incomplete && (began.elapsed() > limit || given_up.is_some()) {
                 let (what, waiting_for) = if is_missing(&made) {
                     let missing: Vec<&Peer> = peers.iter().filter(|peer| !made.has(peer.rank)).collect();
                     let waiting_for = missing_ranks(me.rank, own, &missing, &made, &rejected, &attempts, began.elapsed())?;

@@ -49,6 +49,8 @@ struct PeerState {
 pub(crate) struct Heartbeat {
     states: Vec<PeerState>,
     last: Instant,
+    /// The time that silence is counted in: this rank's own heartbeats.
+    clock: Duration,
 }
 
 /// A peer that has been silent for too long, or has crashed.
@@ -62,12 +64,17 @@ pub(crate) struct Silence {
 impl Heartbeat {
     /// For a world of `size` ranks, all alive now.
     pub(crate) fn new(size: usize) -> Self {
-        Self { states: vec![PeerState::default(); size], last: Instant::now() }
+        Self { states: vec![PeerState::default(); size], last: Instant::now(), clock: Duration::ZERO }
     }
 
     /// Whether the heartbeats of a peer come in time.
     pub(crate) fn is_in_time(&self, rank: u32) -> bool {
         self.states.get(rank as usize).is_some_and(|state| state.silent < IN_TIME)
+    }
+
+    /// The time that silence is counted in: it stands still while this rank is stopped.
+    pub(crate) fn clock(&self) -> Duration {
+        self.clock
     }
 
     /// Up to which silence this rank hears a peer that another finds silent after `limit`.
@@ -93,6 +100,7 @@ impl Heartbeat {
         // If this rank was stopped, the others may have been stopped with it.
         let passed = (now - self.last).min(2 * HEARTBEAT);
         self.last = now;
+        self.clock += passed;
         peers.note_sleep(now);
         peers.note_heartbeat(now);
         let (me, limit) = (world.rank, peers.limit());

@@ -16,8 +16,7 @@ use crate::health::peers::Peers;
 use crate::link::frames::Tx;
 use crate::link::outbox::{Outbox, control_frame};
 
-/// Evicts a rank that may still run but sends no heartbeats or corrupt data. Tells the others, so that all blame the
-/// same rank. Returns the connection, if there is still something to send to the evicted rank.
+/// Evicts a rank that may still run but sends no heartbeats or corrupt data. Returns the connection, if there is still something to send to the evicted rank.
 pub(crate) fn evict(
     calls: &mut Calls,
     out: &mut Outbox,
@@ -30,7 +29,6 @@ pub(crate) fn evict(
         return None;
     }
     peers.log(LogLine::Evicted { me: world.rank, rank, why: why.clone() });
-    announce_to_others(out, rank, &why);
     lose(calls, out, peers, world, rank, why, LossKind::Silent)
 }
 
@@ -57,15 +55,16 @@ pub(crate) fn lose(
         return None;
     }
     let (why, kind) = peers.lose(rank, why, kind);
+    // All are told, so that all blame the same rank. The others see a death themselves; but if only this connection has
+    // broken, they hear both ranks. What another rank has told is told on: these two have lost each other now as well.
+    if kind == LossKind::Silent || kind == LossKind::Dead && !world.neighbours.contains_key(&rank) {
+        announce_to_others(out, rank, &why);
+    }
     if kind == LossKind::Silent {
         // Only what fits now: the peer may never read it.
         announce(out, rank, rank, &why);
     }
     let mut tx = out.remove(rank);
-    if kind == LossKind::Dead && !world.neighbours.contains_key(&rank) {
-        // The others see a death themselves. But if only this connection has broken, they hear both ranks.
-        announce_to_others(out, rank, &why);
-    }
     for i in 0..calls.active.len() {
         let id = calls.active[i].body.id;
         if let Some(tx) = tx.as_mut().filter(|tx| tx.holds(id)) {

@@ -73,8 +73,8 @@ pub struct Progress {
     closing: Vec<ClosingConnection>,
     /// Connections through another rank that have closed, and when: perhaps that rank is lost.
     cut: Vec<(Instant, LossEvent)>,
-    /// Losses of ranks that this one hears, as others report them, and when they did.
-    hearsay: Vec<(Instant, LossEvent)>,
+    /// Losses of ranks that this one hears: when they were reported, by the heartbeat's clock, and by whom.
+    hearsay: Vec<(Duration, u32, LossEvent)>,
     /// The threads that make calls.
     pub(crate) callers: Arc<Callers>,
     cross_waits: CrossWaits,
@@ -446,26 +446,43 @@ impl Progress {
 
     /// Handles what others have reported long enough ago; true if there was any. By now this rank would not hear who is
     /// silent. So the two only do not hear each other: one of them has to go, or ranks would go on with different others and
-    /// wait for each other. All ranks that hear both choose the higher, whichever has reported first.
+    /// wait for each other. All ranks that hear both choose the higher, whichever has reported first, and take several such
+    /// pairs in the same order.
     fn act_on_hearsay(&mut self) -> bool {
-        let limit = self.peers.limit();
-        let due =
-            self.hearsay.iter().position(|(since, _)| since.elapsed() > 3 * Heartbeat::heard(limit) / 2);
-        let Some((_, event)) = due.map(|i| self.hearsay.swap_remove(i)) else { return false };
-        let reporter = event.reported_by.filter(|reporter| !self.peers.is_lost(*reporter));
-        let Some(reporter) = reporter.filter(|_| !self.peers.is_lost(event.rank)) else { return true };
-        if !self.heartbeat.hears(event.rank, limit) {
-            self.lose(event);
-            return true;
+        let long_enough = 3 * Heartbeat::heard(self.peers.limit()) / 2;
+        let now = self.heartbeat.clock();
+        if !self.hearsay.iter().any(|(since, ..)| now - *since > long_enough) {
+            return false;
         }
-        let rank = reporter.max(event.rank);
-        let why = format!(
-            "ranks {} and {rank} have lost each other, and others hear both; the higher has to leave ({})",
-            reporter.min(event.rank),
-            event.why
-        );
-        self.lose(LossEvent { rank, why: Error::Aborted(why), kind: LossKind::Silent, reported_by: None });
+        let mut told = std::mem::take(&mut self.hearsay);
+        told.sort_by_key(|(_, reporter, event)| (*reporter.min(&event.rank), *reporter.max(&event.rank)));
+        for (_, reporter, event) in told {
+            if self.peers.is_lost(reporter) || self.peers.is_lost(event.rank) {
+                continue;
+            }
+            if !self.hears(event.rank) {
+                self.lose(event);
+                continue;
+            }
+            let rank = reporter.max(event.rank);
+            let why = format!(
+                "ranks {} and {rank} have lost each other, and others hear both; the higher has to leave ({})",
+                reporter.min(event.rank),
+                event.why
+            );
+            self.lose(LossEvent {
+                rank,
+                why: Error::Aborted(why),
+                kind: LossKind::Silent,
+                reported_by: None,
+            });
+        }
         true
+    }
+
+    /// Whether this rank hears a peer that another has lost.
+    fn hears(&self, rank: u32) -> bool {
+        self.rx[rank as usize].is_some() && self.heartbeat.hears(rank, self.peers.limit())
     }
 
     /// Handles the loss of a peer.
@@ -476,9 +493,11 @@ impl Progress {
         if reporter.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
             return;
         }
-        let is_silence = matches!(event.why, Error::Aborted(_));
-        if reporter.is_some() && is_silence && self.heartbeat.hears(event.rank, self.peers.limit()) {
-            self.hearsay.push((Instant::now(), event));
+        if let Some(reporter) = reporter
+            && !matches!(event.why, Error::Corrupt { .. })
+            && self.hears(event.rank)
+        {
+            self.hearsay.push((self.heartbeat.clock(), reporter, event));
             return;
         }
         self.lose(event);

@@ -81,6 +81,15 @@ impl Failures {
         self.kinds.insert(rank, LossKind::Dead);
     }
 
+    /// This rank has been evicted: that connections had closed before may have been its own network's doing, so it takes no
+    /// rank for dead that may go on without it.
+    pub(crate) fn doubt_deaths(&mut self) {
+        self.kinds
+            .values_mut()
+            .filter(|kind| **kind == LossKind::Dead)
+            .for_each(|kind| *kind = LossKind::Silent);
+    }
+
     /// A call has failed elsewhere before this rank has made it.
     pub(crate) fn add_call(&mut self, group: u64, error: Error) {
         self.calls.insert(group, error);

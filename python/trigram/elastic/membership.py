@@ -44,8 +44,8 @@ _HANDSHAKE_TIMEOUT = 3.0
 _LOSS_REPORT_TIMEOUT = 3.0
 """Seconds after a failed call until the loss behind it is known on this rank."""
 _LEAST_PATIENCE = 60.0
-"""Seconds that members are waited for at least: one may be in a step of connecting an epoch that has failed, or
-silent and not lost yet."""
+"""Seconds that members are waited for at least: one may be in a step of connecting an epoch that has failed,
+or silent and not lost yet."""
 _MOST_ADMISSIONS = 16
 """Ranks that one change of the membership admits at most."""
 _LOSS_KINDS = ("", "left", "dead", "silent", "refused")

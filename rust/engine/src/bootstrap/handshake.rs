@@ -244,7 +244,8 @@ pub fn connect(
             if incomplete && (began.elapsed() > limit || given_up.is_some()) {
                 let (what, waiting_for) = if is_missing(&made) {
                     let missing: Vec<&Peer> = peers.iter().filter(|peer| !made.has(peer.rank)).collect();
-                    let waiting_for = missing_ranks(me.rank, own, &missing, &made, &rejected, &attempts, began.elapsed())?;
+                    let waited = began.elapsed();
+                    let waiting_for = missing_ranks(me.rank, own, &missing, &made, &rejected, &attempts, waited)?;
                     (format!("connecting rank {} over TCP", me.rank), waiting_for)
                 } else if let Some((a, b)) = relay.open() {
                     let waiting_for = format!(

@@ -16,7 +16,8 @@ use crate::health::peers::Peers;
 use crate::link::frames::Tx;
 use crate::link::outbox::{Outbox, control_frame};
 
-/// Evicts a rank that may still run but sends no heartbeats or corrupt data. Returns the connection, if there is still something to send to the evicted rank.
+/// Evicts a rank that may still run but sends no heartbeats or corrupt data. Returns the connection, if there is still
+/// something to send to the evicted rank.
 pub(crate) fn evict(
     calls: &mut Calls,
     out: &mut Outbox,

@@ -29,12 +29,14 @@ from trigram.collectives.calls import (
 )
 from trigram.collectives.messages import recv, send
 from trigram.collectives.work import Work
+from trigram.elastic.draining import drain, draining
 from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (
     AbortedError,
     AuthError,
     ConfigError,
     CorruptError,
+    DrainError,
     IoError,
     MismatchError,
     MisuseError,
@@ -72,6 +74,7 @@ __all__ = [
     "CorruptError",
     "DistributedDataParallel",
     "Group",
+    "DrainError",
     "IoError",
     "Job",
     "MismatchError",
@@ -94,6 +97,8 @@ __all__ = [
     "consensus",
     "consensus_state_dict",
     "ddp_hook",
+    "drain",
+    "draining",
     "empty",
     "gather",
     "init",

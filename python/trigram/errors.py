@@ -15,6 +15,7 @@ __all__ = [
     "AuthError",
     "ConfigError",
     "CorruptError",
+    "DrainError",
     "IoError",
     "MismatchError",
     "MisuseError",
@@ -43,6 +44,10 @@ class PeerLostError(TrigramError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
         return type(self), (str(self), self.rank)
+
+
+class DrainError(TrigramError):
+    """All ranks of an elastic job were asked to leave it (:func:`trigram.drain`), so nobody would go on."""
 
 
 class TimeoutError(TrigramError, builtins.TimeoutError):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trigram import _core
+from trigram.elastic.draining import Draining
 from trigram.runtime.live_store import ReconnectingStore
 
 # The keys in the store: the protocol between members and joining ranks. `{}` is the number of a request.
@@ -34,6 +35,8 @@ VERDICTS = "elastic/verdicts/{}"
 """The leader: the same of every rank (JSON list of bools by rank)."""
 ADMITTED = "elastic/admitted/{}"
 """The leader: the members use the new epoch."""
+_DRAIN = "elastic/drain/{}"
+"""A member that was asked to leave, in the epoch of this number: its rank."""
 
 _POLL = 0.2
 """Seconds between two reads of the store."""
@@ -103,12 +106,13 @@ class JoinQueue:
         is_leader: Whether this rank is the leader.
         pending: The requests that wait for admission, by their number: ``rank`` and ``endpoint`` each.
         regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
-            because a rank waits; None: it has not asked. Only jobs whose ranks are not in step need it.
+            because a rank waits or is to leave; None: it has not asked. Only jobs whose ranks are not in step
+            need it.
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
-    def __init__(self, store: ReconnectingStore, rank: int) -> None:
-        self.store, self.rank = store, rank
+    def __init__(self, store: ReconnectingStore, rank: int, draining: Draining) -> None:
+        self.store, self.rank, self.draining = store, rank, draining
         self.status: dict[str, Any] = {}
         self.pending: dict[int, dict[str, Any]] = {}
         self.answered: set[int] = set()
@@ -118,6 +122,7 @@ class JoinQueue:
         self._heartbeats: dict[int, bytes | None] | None = None
         # By rank: the number of failed admissions, and when to try again.
         self._deferred: dict[int, tuple[int, float]] = {}
+        self._drain_told = -1  # in which epoch
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -166,12 +171,15 @@ class JoinQueue:
         while not self._stop.wait(_POLL):
             heartbeat += 1
             status = self.status
+            if self.draining.asked is not None and self._drain_told != status["epoch"]:
+                self.store.put(_DRAIN.format(status["epoch"]), str(self.rank))
+                self._drain_told = status["epoch"]
             if not self.is_leader:
                 published = _parse(self.store.get(_STATUS) or b"{}")
                 self.regroup_request = published.get("regroup_request")
                 continue
             self._scan()
-            if self.pending:
+            if self.pending or self.store.get(_DRAIN.format(status["epoch"])) is not None:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
             published = {**status, "leader": self.rank, "heartbeat": heartbeat}

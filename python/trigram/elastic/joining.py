@@ -7,13 +7,15 @@ A rank that starts late waits, with a world that has no connections, until its s
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from trigram import _core
-from trigram.elastic import membership
+from trigram.elastic import membership, notices
+from trigram.elastic.draining import Draining
 from trigram.elastic.join_queue import (
     ADMITTED,
     HANDSHAKE,
@@ -25,7 +27,7 @@ from trigram.elastic.join_queue import (
 )
 from trigram.elastic.membership import Membership
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
-from trigram.runtime import world
+from trigram.runtime import job, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import World
 from trigram.runtime.live_store import connect_again
@@ -60,7 +62,10 @@ class Start:
         self, store: dist.Store | None, rank: int, size: int, settings: Settings, op_timeout: float | None
     ) -> None:
         self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
-        self.queue = None if store is None else JoinQueue(connect_again(store), rank)
+        if where := os.environ.get(notices.VARIABLE):
+            notices.check(where)  # here, where all ranks are told
+        draining = job.here().part(Draining)
+        self.queue = None if store is None else JoinQueue(connect_again(store), rank, draining)
         if self.queue is None:
             return
         self.queue.hosted_store = store

@@ -9,6 +9,8 @@ When a rank is lost, all others call :func:`change_membership`:
 2. If they are the quorum, they connect the next epoch.
 3. A barrier in the present epoch ends when all of them have done so. Then each closes the present epoch.
 
+Members that were asked to leave (``draining.py``) do all of this too, but connect no next epoch.
+
 A rank lost during these steps makes the others repeat them. A rank that passes the barrier knows that all
 have reached it. A rank whose barrier fails does not know; it finds out from the losses of the present epoch:
 a rank that has left it uses the next one, see :meth:`PreparedWorld.is_committed`.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +28,10 @@ import torch
 
 from trigram import _core, collectives
 from trigram.collectives.consistency import listed
+from trigram.elastic.draining import Draining
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TimeoutError, TrigramError
-from trigram.runtime import engine_codes, world
+from trigram.runtime import engine_codes, job, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import World
 from trigram.runtime.records import all_gather_bytes, broadcast_bytes
@@ -39,6 +42,8 @@ _REACHABLE = "the reachable members"
 _MAX_TRIES = 20
 _CONNECT_TIMEOUT = 10.0
 """Seconds that a step of connecting a new epoch may take once all members have begun it."""
+_LEAVE_TIMEOUT = 3 * _CONNECT_TIMEOUT
+"""Seconds that a rank that leaves waits until the others have connected the next epoch."""
 _HANDSHAKE_TIMEOUT = 3.0
 """Seconds that the leader waits for a joining rank's handshake after those of the members are done."""
 _LOSS_REPORT_TIMEOUT = 3.0
@@ -51,7 +56,7 @@ _MOST_ADMISSIONS = 16
 _LOSS_KINDS = ("", "left", "dead", "silent", "refused")
 _STATELESS = 8
 """Added to the loss kind of a rank that has no training state yet."""
-_LOSS_COLUMNS = 5
+_LOSS_COLUMNS = 6
 """The column of :func:`_exchange_knowledge` with the loss of rank 0; the others follow."""
 _BARRIER, _NOTHING = (engine_codes.BARRIER, 5, 0, 0, 0, 0), (0, 0, 0, 0)
 
@@ -68,7 +73,7 @@ class Membership:
         queue: Where new ranks ask to join; None in a job without a store.
         newcomer: This rank has joined and not taken part in a step yet.
         commits: Backward passes that all members have completed.
-        join_pending: A rank waits to join; all members hold the same value.
+        change_pending: A rank waits to join or is to leave; all members hold the same value.
         empty_regroups: How often in this epoch all members regrouped and admitted none, because the rank that
             waited had ended.
         stateless: Members that have no training state yet: they do not count in a quorum.
@@ -82,7 +87,7 @@ class Membership:
     epoch: int = 0
     newcomer: bool = False
     commits: int = 0
-    join_pending: bool = False
+    change_pending: bool = False
     empty_regroups: int = 0
     stateless: frozenset[int] = frozenset()
     reachable_groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
@@ -107,6 +112,8 @@ class MembershipChange:
         source: The lowest rank that has the training state.
         commit: All ranks had completed the backward pass under way, so it counts.
         renewed: There is a new epoch; otherwise nothing has changed.
+        leaves: This rank is no member any more, because it was asked to leave.
+        drained: All members were asked to leave, so that none has.
         behind: Some ranks were in a backward pass that others had completed.
     """
 
@@ -115,6 +122,8 @@ class MembershipChange:
     commit: bool
     renewed: bool
     behind: bool = False
+    leaves: bool = False
+    drained: bool = False
 
 
 def quorum(members: Sequence[int], reachable: Sequence[int], unreachable: Sequence[int]) -> bool:
@@ -152,13 +161,27 @@ def has_lost() -> bool:
     return bool(current()[0].engine.losses())
 
 
-def change_membership(boundary: bool, complete: bool, renew: bool = False) -> MembershipChange:
-    """Removes lost ranks and admits new ones. All members call it.
+@dataclass(frozen=True)
+class Leaving:
+    """What an algorithm asks of a change of the membership in which ranks leave.
+
+    Attributes:
+        at_once: So many may leave in one change.
+        hand_over: Gives the others of a group what only the ranks that leave have; all its ranks call it.
+    """
+
+    at_once: int
+    hand_over: Callable[[Group], None]
+
+
+def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leaving) -> MembershipChange:
+    """Removes lost ranks and those that were asked to leave, and admits new ones. All members call it.
 
     Args:
         boundary: This rank is between two steps.
         complete: This rank has all results of the backward pass under way and waits only for the others.
-        renew: Begin a new epoch even if no rank is lost and none joins.
+        renew: Begin a new epoch even if no rank is lost, none joins and none leaves.
+        leaving: How ranks leave.
 
     Raises:
         PeerLostError: The ranks that this rank reaches are not the quorum: they must not continue the job.
@@ -172,14 +195,15 @@ def change_membership(boundary: bool, complete: bool, renew: bool = False) -> Me
         if prepared is not None and prepared.is_committed(lost):
             return _switch_to(prepared)
         reachable = [r for r in mine.ranks if r not in lost]
+        asked = job.here().part(Draining).asked is not None
         try:
             group = _reachable_group(now, mine, reachable)
             try:
-                known = _exchange_knowledge(group, now, mine, lost, (boundary, complete, renew))
+                known = _exchange_knowledge(group, now, mine, lost, (boundary, complete, renew, asked))
             except TimeoutError as late:
                 why = f"elastic: not all members have come to change the membership: {late}"
                 raise AbsentError(why) from late
-            decision = _decide(group, mine, known, tries == 0)
+            decision = _decide(group, mine, known, tries == 0, leaving.at_once)
             if prepared is not None:
                 failed, prepared = prepared, None
                 failed.world.engine.shutdown(False)
@@ -187,9 +211,14 @@ def change_membership(boundary: bool, complete: bool, renew: bool = False) -> Me
                 mine.empty_regroups += 1
                 if mine.queue is not None:
                     mine.queue.status = mine.status()
-                return _result(known, reachable, renewed=False)
+                return _result(known, reachable, decision, renewed=False)
             _check_quorum(mine, reachable, known)
+            if decision["leave"]:
+                leaving.hand_over(group)
             new = _connect_epoch(group, now, mine, decision, known)
+            if new is None:
+                _await_next_epoch(group, now)
+                return MembershipChange([], 0, False, False, leaves=True)
             prepared = PreparedWorld(new, known, reachable, decision)
             group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
         except NoQuorumError:
@@ -234,12 +263,12 @@ def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Grou
 
 
 def _exchange_knowledge(
-    group: Group, now: World, mine: Membership, lost: dict[int, str], position: tuple[bool, bool, bool]
+    group: Group, now: World, mine: Membership, lost: dict[int, str], position: Sequence[bool]
 ) -> torch.Tensor:
-    """Gathers what each rank of the group knows: int64 of shape (ranks of the group, 5 + slots).
+    """Gathers what each rank of the group knows: int64 of shape (ranks of the group, 6 + slots).
 
-    The columns: newcomer, commits, the arguments of :func:`change_membership`, and for each rank of the job
-    the kind of its loss (an index of ``_LOSS_KINDS``, plus ``_STATELESS``).
+    The columns: newcomer, commits, the first three arguments of :func:`change_membership`, whether it was
+    asked to leave, and for each rank of the job the kind of its loss (an index of ``_LOSS_KINDS``, plus ``_STATELESS``).
     """
     losses = [
         _LOSS_KINDS.index(lost.get(r, "")) + _STATELESS * (r in mine.stateless) for r in range(mine.slots)
@@ -251,22 +280,34 @@ def _exchange_knowledge(
     return rows
 
 
-def _decide(group: Group, mine: Membership, known: torch.Tensor, may_admit: bool) -> dict[str, Any]:
-    """The leader's decision: ``renew``, whether there is a new epoch, and ``requests``, which it admits."""
+def _decide(
+    group: Group, mine: Membership, known: torch.Tensor, may_admit: bool, at_once: int
+) -> dict[str, Any]:
+    """The leader's decision: ``renew``, whether there is a new epoch, ``requests``, which it admits, ``leave``,
+    the ranks that leave, ``at_once`` at most, and ``drained``: all were asked to, so none does."""
     text = b""
     if group.rank == 0:
-        commits, boundary, complete, renew = (known[:, column] for column in range(1, _LOSS_COLUMNS))
+        commits, boundary, complete, renew, asked = (known[:, column] for column in range(1, _LOSS_COLUMNS))
         between_steps = (
             bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
         )
-        requests = mine.queue.requests() if may_admit and between_steps and mine.queue else []
+        leave = [r for r, each in zip(group.ranks, asked, strict=True) if each and between_steps]
+        drained = len(leave) == len(group.ranks)
+        leave = [] if drained else leave[:at_once]
+        # Ranks that have joined and have no state yet cannot go on alone: in their next step they get it.
+        if not any(r not in leave for r, row in zip(group.ranks, known, strict=True) if not row[0]):
+            leave = []
+        # A leader that leaves admits nobody: it would have to tell that rank how its admission ended.
+        may_admit = may_admit and between_steps and group.ranks[0] not in leave
+        requests = mine.queue.requests() if may_admit and mine.queue else []
         joining: dict[int, dict[str, Any]] = {}
         for request in requests:
             if request["rank"] not in group.ranks:  # it was one when the request was read
                 joining[request["rank"]] = request
         chosen = list(joining.values())[:_MOST_ADMISSIONS]
-        begin = bool(chosen) or len(group.ranks) < len(mine.ranks) or bool(renew.any())
-        text = json.dumps({"renew": begin, "requests": chosen}).encode()
+        begin = bool(chosen or leave) or len(group.ranks) < len(mine.ranks) or bool(renew.any())
+        told = {"renew": begin, "requests": chosen, "leave": leave, "drained": drained}
+        text = json.dumps(told).encode()
     decision: dict[str, Any] = json.loads(broadcast_bytes(group, text, 0))
     return decision
 
@@ -293,20 +334,25 @@ def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor) -
 
 def _connect_epoch(
     group: Group, now: World, mine: Membership, decision: dict[str, Any], known: torch.Tensor
-) -> World:
-    """Connects the next epoch: the reachable members and the ranks that join."""
+) -> World | None:
+    """Connects the next epoch: the reachable members without those that leave, and the ranks that join.
+
+    Returns:
+        Its world; None on a rank that leaves.
+    """
     joining = {request["rank"]: request for request in decision["requests"]}
     slots = max([mine.slots, *(r + 1 for r in joining)])
     rendezvous = _core.Rendezvous(now.rank, slots, *mine.settings)
     endpoints = [b""] * slots
+    stay = [r for r in group.ranks if r not in decision["leave"]]
     for rank, endpoint in zip(
         group.ranks, all_gather_bytes(group, rendezvous.endpoint_record()), strict=True
     ):
-        endpoints[rank] = endpoint
+        endpoints[rank] = endpoint if rank in stay else b""
     for rank, request in joining.items():
         endpoints[rank] = bytes.fromhex(request["endpoint"])
-    ranks = sorted([*group.ranks, *joining])
-    newcomers = [r for r, row in zip(group.ranks, known, strict=True) if row[0]]
+    ranks = sorted([*stay, *joining])
+    newcomers = [r for r, row in zip(group.ranks, known, strict=True) if row[0] and r in stay]
     stateless = sorted([*joining, *newcomers])
     queue = mine.queue if group.rank == 0 else None  # the leader answers
     if queue is not None:
@@ -320,7 +366,8 @@ def _connect_epoch(
         for request in joining.values():
             queue.answer(request["id"], answer)
     succeeded = torch.zeros(slots, dtype=torch.int32, device="cpu")
-    succeeded[now.rank] = rendezvous.handshake(endpoints, _CONNECT_TIMEOUT)
+    if now.rank in stay:
+        succeeded[now.rank] = rendezvous.handshake(endpoints, _CONNECT_TIMEOUT)
     if queue is not None:
         for rank, request in joining.items():
             value = queue.store.wait(HANDSHAKE.format(request["id"]), _HANDSHAKE_TIMEOUT)
@@ -330,8 +377,20 @@ def _connect_epoch(
     if queue is not None:
         for request in joining.values():
             queue.store.put(VERDICTS.format(request["id"]), json.dumps(verdicts))
+    if now.rank not in stay:
+        return None
     engine = rendezvous.connect(verdicts, _CONNECT_TIMEOUT, now.engine)
     return build(engine, now, mine, ranks, slots, stateless)
+
+
+def _await_next_epoch(group: Group, now: World) -> None:
+    """On a rank that leaves: ends when the others have connected the next epoch."""
+    try:
+        group.core.run(_BARRIER, _NOTHING, _LEAVE_TIMEOUT)
+    except TrigramError:
+        # A rank that uses the next epoch has left the present one, and so all have connected it.
+        if "left" not in dict(now.engine.losses()).values():
+            raise
 
 
 def build(
@@ -406,15 +465,15 @@ def _switch_to(prepared: PreparedWorld) -> MembershipChange:
         for request in requests if new.rank == prepared.reachable[0] else ():
             mine.queue.store.put(ADMITTED.format(request["id"]), "yes")
             mine.queue.admitted(request["rank"])
-    joined = [request["rank"] for request in requests]
-    return _result(prepared.known, prepared.reachable, renewed=True, joined=joined)
+    return _result(prepared.known, prepared.reachable, prepared.decision, renewed=True)
 
 
 def _result(
-    known: torch.Tensor, reachable: list[int], renewed: bool, joined: Sequence[int] = ()
+    known: torch.Tensor, reachable: list[int], decision: dict[str, Any], renewed: bool
 ) -> MembershipChange:
-    newcomers = [r for r, row in zip(reachable, known, strict=True) if row[0]]
-    sources = [r for r in reachable if r not in newcomers]
+    left, joined = decision["leave"], [request["rank"] for request in decision["requests"]]
+    newcomers = [r for r, row in zip(reachable, known, strict=True) if row[0] and r not in left]
+    sources = [r for r in reachable if r not in newcomers and r not in left]
     if not sources:
         raise PeerLostError(
             "elastic: no rank that has the training state is left; restart the job from a checkpoint",
@@ -425,7 +484,12 @@ def _result(
     completed = int((known[:, 1] + known[:, 3]).min())
     behind = bool(known[:, 1].min() < known[:, 1].max())
     return MembershipChange(
-        sorted([*newcomers, *joined]), sources[0], completed > mine.commits, renewed, behind
+        sorted([*newcomers, *joined]),
+        sources[0],
+        completed > mine.commits,
+        renewed,
+        behind,
+        drained=decision["drained"],
     )
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -27,9 +29,9 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic import joining, membership
-from trigram.elastic.membership import MembershipChange, current, is_loss
-from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError
+from trigram.elastic import draining, joining, membership
+from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
+from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import Part
@@ -58,6 +60,10 @@ class SharedState:
         """What gives, of each of these objects, the state that every rank has: usually the object."""
         return list(states)
 
+    def most_leaving(self) -> int:
+        """So many ranks may leave in one change of the membership, and all of this state is on others."""
+        return sys.maxsize
+
     def fingerprint(self) -> int:
         """A number of at most 62 bits that all ranks must have alike when a pass counts."""
         return 0
@@ -85,6 +91,13 @@ class ElasticHooks(Protocol):
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues in a new epoch with the ``meta`` of the rank that has the state. All members call it."""
+
+    def hand_over(self, group: Group) -> None:
+        """Ranks are about to leave: the others get what only these have. All members call it, with their
+        group; again if a rank is lost meanwhile."""
+
+    def leave(self) -> None:
+        """This rank has left, in good order."""
 
 
 class Pass(Protocol):
@@ -139,6 +152,7 @@ class ElasticModel:
         self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
         self.newcomers: list[int] = []
         self.is_new = self.behind = False
+        self._stay = job.here().stay
 
     @property
     def newcomer(self) -> bool:
@@ -247,15 +261,14 @@ class ElasticModel:
     # What training calls; trigram.training.elasticity.FixedRanks has the same for jobs whose ranks are fixed.
 
     def before_step(self, prepare: Callable[[int], None], src: int) -> None:
-        """Admits waiting ranks between two steps, then prepares the step on all members together.
+        """Between two steps, admits ranks that wait and lets go those that were asked to leave; then prepares the step on all members together.
 
         Args:
             prepare: Called with the place of the first rank that has the training state. It is not repeated
                 after a loss, except while some ranks have yet to complete the last step.
             src: Of no effect here.
         """
-        _, mine = current()
-        if mine.join_pending:
+        if self._mine().change_pending:
             recover(boundary=True)
         while True:
             try:
@@ -277,7 +290,7 @@ class ElasticModel:
                     a_pass.send_rest()
                     self.receive()
                     complete = True
-                join_pending = self._commit()
+                change_pending = self._commit()
             except TrigramError as e:
                 if not is_loss(e):
                     raise
@@ -286,10 +299,10 @@ class ElasticModel:
                     a_pass.again()
                     complete = False
                     continue
-                join_pending = False
+                change_pending = False
             _, mine = current()
             mine.commits += 1
-            mine.newcomer, mine.join_pending, mine.stateless = False, join_pending, frozenset()
+            mine.newcomer, mine.change_pending, mine.stateless = False, change_pending, frozenset()
             self.newcomers = []
             self._release_sent()
             return
@@ -301,11 +314,11 @@ class ElasticModel:
             step: Makes the step and returns whether all ranks are at the same one. It is not repeated after a
                 loss: in the new epoch all ranks get the mean of the weights.
         """
-        _, mine = current()
+        mine = self._mine()
         if not self.is_called():  # else `between_steps` regroups
             try:
                 if step():
-                    mine.join_pending = self._is_join_pending()
+                    mine.change_pending = self._is_change_pending()
             except TrigramError as e:
                 if not is_loss(e):
                     raise
@@ -314,13 +327,26 @@ class ElasticModel:
         self._end_step()
 
     def between_steps(self) -> None:
-        """Regroups if a rank waits to join or was lost. The script has ended a step with all that belongs to
+        """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all that belongs to
         it (schedulers, its own counters), so that a joining rank receives a complete state."""
-        _, mine = current()
-        if mine.join_pending or self.is_called():
+        if self._mine().change_pending or self.is_called():
             with self.forgiving():
                 self.regroup()
             self._end_step()
+
+    def _mine(self) -> Membership:
+        """This rank's membership of the job in which the model is.
+
+        Raises:
+            MisuseError: It has left that job; :func:`current` would begin another.
+        """
+        if self._stay.over:
+            raise MisuseError(
+                f"{self.groups.name}: this rank has left the elastic job in which the model was wrapped (it was "
+                "asked to, or called trigram.shutdown); call trigram.with_bagua on it again, or trigram.unwrap "
+                "to train it without trigram"
+            )
+        return current()[1]
 
     def _end_step(self) -> None:
         self.has_state()
@@ -333,7 +359,8 @@ class ElasticModel:
         mine.newcomer, mine.stateless = False, frozenset()
 
     def is_called(self) -> bool:
-        """Whether this rank must regroup: a rank is lost, or one waits to join ranks that are not in step."""
+        """Whether this rank must regroup: a rank is lost, or one waits to join or leave ranks that are not in
+        step."""
         return membership.has_lost() or (not self.in_step and membership.regroup_requested())
 
     def is_loss(self, error: TrigramError) -> bool:
@@ -358,21 +385,22 @@ class ElasticModel:
             self.regroup(boundary=False)
 
     def _commit(self) -> bool:
-        """Ends when all members have the results of the pass; returns whether a rank waits to join."""
+        """Ends when all members have the results of the pass; returns whether a rank waits to join or leave."""
         mine = self.hooks.shared.fingerprint()
         pending, largest, least = self._largest(mine, -mine)
         if largest != -least:
             raise self.hooks.shared.fingerprints_differ()
         return bool(pending)
 
-    def _is_join_pending(self) -> bool:
-        """Whether a rank waits to join, as the leader knows, on all members; ends when all have called it."""
+    def _is_change_pending(self) -> bool:
+        """Whether a rank waits to join or to leave, on all members; ends when all have called it."""
         return bool(self._largest()[0])
 
     def _largest(self, *numbers: int) -> list[int]:
-        """The largest of all members: whether a rank waits to join, and these numbers."""
+        """The largest of all members: whether a rank waits to join or to leave, and these numbers."""
         _, mine = current()
-        pending = mine.queue is not None and bool(mine.queue.pending)
+        pending = mine.queue is not None and bool(mine.queue.pending)  # the leader knows who waits to join
+        pending = pending or draining.draining()
         values = torch.tensor([int(pending), *numbers], device="cpu")
         collectives.all_reduce(values, "max", None, self.groups.control)
         found: list[int] = values.tolist()
@@ -418,6 +446,7 @@ def add(part: ElasticModel) -> None:
             "joins between two steps of that model; put both into one nn.Module"
         )
     known.models.append(part)
+    job.here().part(draining.Draining).trains = True
     if mine.newcomer:
         # The members call `renew` at the end of `recover`; this rank's groups were made after it joined.
         with _recover_from_loss():
@@ -500,16 +529,24 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
 
     Raises:
         PeerLostError: The ranks that this rank reaches are too few to continue the job.
+        DrainError: All ranks were asked to leave.
+        SystemExit: This one was, and has left.
     """
     while True:
-        out_of_step = not all(m.in_step for m in job.here().part(_Models).of(current()[0].group))
-        change = membership.change_membership(boundary or out_of_step, complete, out_of_step)
+        models = job.here().part(_Models).of(current()[0].group)
+        out_of_step = not all(m.in_step for m in models)
+        change = membership.change_membership(
+            boundary or out_of_step, complete, out_of_step, _leaving(models)
+        )
+        if change.leaves:
+            _leave(models)
         _, mine = current()
-        mine.join_pending = False
+        mine.change_pending = False
         if not change.renewed:
             for model in job.here().part(_Models).of(current()[0].group):
                 model.behind = change.behind
-            return change
+            return _answered(change, current()[0].group)
+        drained = change.drained
         try:
             now, mine = current()
             if change.commit:
@@ -523,10 +560,45 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
                 f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
                 + (f"; {listed(change.newcomers)} joined" if change.newcomers else "")
             )
-            return change
+            return _answered(replace(change, drained=drained), now.group)
         except TrigramError as e:
             if not is_loss(e):
                 raise
+
+
+def _answered(change: MembershipChange, group: Group) -> MembershipChange:
+    """The change; raises if all ranks were asked to leave: they are still in the job, and able to save it."""
+    if not change.drained:
+        return change
+    asked = job.here().part(draining.Draining)
+    by, asked.asked = asked.asked, None
+    raise DrainError(
+        f"elastic: all ranks of the job ({listed(group.ranks)}) were asked to leave it (this one: {by}), so "
+        "nobody would go on with the training; save a checkpoint where this error is caught, and start the job "
+        "again from it"
+    )
+
+
+def _leaving(models: Sequence[ElasticModel]) -> Leaving:
+    """How ranks leave these models."""
+
+    def hand_over(group: Group) -> None:
+        for model in models:
+            model.hooks.hand_over(group)
+
+    at_once = min((model.hooks.shared.most_leaving() for model in models), default=sys.maxsize)
+    return Leaving(at_once, hand_over)
+
+
+def _leave(models: Sequence[ElasticModel]) -> NoReturn:
+    """Leaves the job, which goes on without this rank, and ends its script."""
+    here = job.here()
+    rank, asked = world.current().rank, here.part(draining.Draining).asked
+    for model in models:
+        model.hooks.leave()
+    logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")
+    here.leave()
+    raise SystemExit(0)
 
 
 def public_recover() -> Group:

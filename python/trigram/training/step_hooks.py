@@ -157,6 +157,12 @@ class StepHooks:
     def release(self) -> None:
         """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
 
+    def hand_over(self, group: Group) -> None:
+        """Ranks are about to leave an elastic job; see :class:`~trigram.elastic.recovery.ElasticHooks`."""
+
+    def leave(self) -> None:
+        """This rank has left an elastic job; see there."""
+
     def close_without_calls(self) -> None:
         """The job has ended: removes what can be removed without a call."""
         self.close()

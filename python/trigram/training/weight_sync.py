@@ -25,6 +25,7 @@ from trigram.elastic.recovery import ElasticModel
 from trigram.errors import TrigramError, UnsupportedError
 from trigram.observe import steps
 from trigram.runtime import job
+from trigram.runtime.group import Group
 from trigram.runtime.inference_mode import kept_tensors
 from trigram.training import adam_variance
 from trigram.training.boundaries import Boundaries
@@ -274,22 +275,34 @@ class WeightSync(StepHooks):
         if part.newcomer:
             self.tracker.start_at(-int(position[1]), -int(position[1]))
             part.receive()
-        model = part.model()
-        assert model is not None
-        contributing = self.groups.size - len(part.newcomers)
-        with torch.no_grad():
-            weights = (coalesced.as_real(p.detach()) for p in model.parameters())
-            for same in coalesced.alike(w for w in weights if w.is_floating_point()):
-                averaged = coalesced.Coalesced(same)
-                if not part.is_new:
-                    averaged.pack()
-                collectives.all_reduce(averaged.memory, "avg", None, self.groups.control)
-                averaged.memory.mul_(self.groups.size / contributing)
-                averaged.unpack()
+        self._take_mean(self.groups.control, self.groups.size - len(part.newcomers), part.is_new)
         part.has_state()
         if hasattr(self, "schedule"):
             self.counters.keep(self.schedule)
         self._prepare()
+
+    @torch.no_grad()
+    def _take_mean(self, group: Group, contributing: int, is_new: bool = False) -> None:
+        """Replaces the weights by their mean over the ranks of a group that are not new."""
+        model = self.model()
+        if model is None:
+            return
+        weights = (coalesced.as_real(p.detach()) for p in model.parameters())
+        for same in coalesced.alike(w for w in weights if w.is_floating_point()):
+            averaged = coalesced.Coalesced(same)
+            if not is_new:
+                averaged.pack()
+            collectives.all_reduce(averaged.memory, "avg", None, group)
+            averaged.memory.mul_(group.size / contributing)
+            averaged.unpack()
+
+    def hand_over(self, group: Group) -> None:
+        """See :class:`StepHooks`: what these ranks have learned since the last averaging step."""
+        self._take_mean(group, group.size)
+
+    def leave(self) -> None:
+        """See :class:`StepHooks`."""
+        self.running.remove(self)
 
     def abort_pass(self) -> None:
         """Counts a failed backward pass like any other, because the other ranks count theirs."""

@@ -89,6 +89,10 @@ class CopiedParts(Recovery):
         main = self.groups.main
         return int(main.ranks[main.rank])
 
+    def most_leaving(self) -> int:
+        """See :class:`SharedState`: of each part a copy is left."""
+        return self.copies - 1
+
     def fingerprint(self) -> int:
         """The optimizer's options, now and then, and how parameters will be divided that are not yet."""
         text = ""

@@ -1,0 +1,91 @@
+"""A rank of an elastic job that was asked to leave: it ends its step, hands over what only it has, and goes.
+
+:func:`drain` asks it, and so does SIGTERM, or a notice that a cloud will take the machine
+(``TRIGRAM_DRAIN``, see ``notices.py``). All members learn of it when they next agree on something: at the end of a step, or at an
+averaging step. Between steps they change the membership without this rank (``membership.py``), which then
+ends its process with status 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from trigram.elastic.notices import VARIABLE, Notice
+from trigram.errors import MisuseError
+from trigram.runtime import job, logs, world
+from trigram.runtime.job import Part
+
+
+@job.told
+class Draining(Part):
+    """Whether this rank was asked to leave.
+
+    Attributes:
+        asked: By whom, such as ``SIGTERM``; None: it was not.
+        trains: It has a model in the job, so that it will come to the end of a step.
+    """
+
+    asked: str | None = None
+    trains = False
+    _notice: Notice | None = None
+
+    def begin(self) -> None:
+        """In an elastic job: watches for the signal and for notices."""
+        present = world.present()
+        if present is None or present.elastic is None:
+            return
+        where = os.environ.get(VARIABLE)
+        if where:
+            self._notice = Notice(where, self.ask)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and job.here() is job.of_process and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def ask(self, by: str) -> None:
+        """Asks this rank to leave after its step; any thread may."""
+        if self.asked is None:
+            self.asked = by
+            logs.warning(f"{by}: this rank leaves the job when its step is over; the other ranks go on")
+
+    def left(self) -> None:
+        """Watches no longer."""
+        if self._notice is not None:
+            self._notice.stop()
+        if signal.getsignal(signal.SIGTERM) == self._on_signal and (
+            threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.asked, self.trains, self._notice = None, False, None  # the next job of this process begins anew
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> Any:
+        # The next one ends the process, as does the first if no step is to come.
+        signal.signal(number, signal.SIG_DFL)
+        if self.trains:
+            self.ask("SIGTERM")
+        else:
+            os.kill(os.getpid(), number)
+
+
+def drain() -> None:
+    """Asks this rank to leave an elastic job: it ends its step, hands over what only it has, and its process
+    ends with status 0. The other ranks go on, and no step is lost. Any thread may call it.
+
+    It leaves by ``SystemExit``, which its script sees where the next step begins; with algorithms that
+    average weights, where the step after the next averaging step begins. SIGTERM does the same, unless the
+    script handles it; a second SIGTERM ends the process at once. See docs/elastic.md.
+
+    Raises:
+        MisuseError: The job is not elastic.
+    """
+    if world.current().elastic is None:
+        raise MisuseError("drain: the job is not elastic; call trigram.init(elastic=True) at its start")
+    job.here().part(Draining).ask("trigram.drain()")
+
+
+def draining() -> bool:
+    """Whether this rank was asked to leave (:func:`drain`), so that its script need not begin long work."""
+    return job.here().part(Draining).asked is not None

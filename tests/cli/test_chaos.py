@@ -40,10 +40,14 @@ STEPS = 2000
 CASES = {
     "auto": (
         "auto",
-        ["kill", "crash", "stop", "freeze", "slow"],
-        ["no heartbeat from it", "stopped by a signal"],
+        ["kill", "drain", "crash", "stop", "freeze", "slow"],
+        ["no heartbeat from it", "stopped by a signal", "leaves the job, as it was asked to (SIGTERM)"],
     ),
-    "tcp": ("tcp", ["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
+    "tcp": (
+        "tcp",
+        ["kill", "drain", "cut", "corrupt", "pause"],
+        ["no heartbeat from it", "checksum", "leaves the job"],
+    ),
     "pauses": ("tcp", ["outage", "freeze"], []),
 }
 

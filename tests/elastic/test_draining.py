@@ -1,4 +1,4 @@
-"""Ranks of an elastic job that are asked to leave: they end their step, hand over, and go; the others go on."""
+"""Ranks that are asked to leave an elastic job: they end their step, hand over and go; the others go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.checks import close, raises, says
 from tests.support.elastic_run import batch, come, loss_of, model, optimizer, reference, weights
 from tests.support.harness import Died, Ranks, await_flag, flag, free_port, run, say, until
 from tests.support.harness import scratch as scratch_of_rank
-from trigram.elastic import notices
+from trigram.elastic import draining, notices
 from trigram.elastic.recovery import ElasticModel
 
 pytestmark = pytest.mark.waits
@@ -358,16 +358,27 @@ print("rank", rank, "made", step + 1, "steps with", trigram.world_size(), flush=
 """
 
 
-def test_its_process_ends_with_status_0(tmp_path: Path) -> None:
+def _run(tmp_path: Path, status: str) -> tuple[int, str]:
+    """Runs the script on three ranks, one of which leaves; the status of all, and what they have said."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    environment = os.environ | {"TRIGRAM_DRAIN_STATUS": status}
     command = [sys.executable, "-m", "trigram", "run", "-n", "3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout + done.stderr
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_its_process_ends_with_status_0(tmp_path: Path) -> None:
+    status, said = _run(tmp_path, "0")
+    assert status == 0, said
     assert "rank 0 made 40 steps with 2" in said and "rank 2 made 40 steps with 2" in said, said
     assert "rank 1 made" not in said and "as it was asked to (SIGTERM)" in said, said
     assert "Traceback" not in said, said
+
+
+def test_its_process_ends_with_the_status_that_a_supervisor_needs(tmp_path: Path) -> None:
+    status, said = _run(tmp_path, "143")
+    assert status == 143 and "as it was asked to (SIGTERM)" in said and "Traceback" not in said, said
 
 
 # Notices.
@@ -454,8 +465,15 @@ def test_an_address_that_does_not_answer_is_asked_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("where", ["azur", "ftp://host/x", "http://", "http://[", "leave"])
 def test_a_setting_that_says_nothing_is_refused(where: str) -> None:
-    with pytest.raises(trigram.ConfigError, match="TRIGRAM_DRAIN=.*aws.*gcp.*file.*address"):
+    with pytest.raises(trigram.ConfigError, match=r"TRIGRAM_DRAIN=.*aws.*gcp.*file.*address"):
         notices.check(where)
+
+
+@pytest.mark.parametrize("status", ["", "-1", "256", "one", "²"])
+def test_a_status_that_is_none_is_refused(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIGRAM_DRAIN_STATUS", status)
+    with pytest.raises(trigram.ConfigError, match=r"TRIGRAM_DRAIN_STATUS=.*0 to 255"):
+        draining.check_settings()
 
 
 def _starts(rank: int, world: int) -> str:

@@ -95,7 +95,7 @@ def chaos_command(
     faults: Annotated[
         str,
         typer.Option(
-            help="Faults to inject, separated by commas: kill, crash, stop, freeze, pause, slow, cut, "
+            help="Faults to inject, separated by commas: kill, drain, crash, stop, freeze, pause, slow, cut, "
             "outage, corrupt."
         ),
     ] = "kill,stop,pause,slow",

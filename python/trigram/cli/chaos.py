@@ -7,6 +7,7 @@ seed gives the same faults, at nearly the same times.
 | fault | what happens to the rank |
 |---|---|
 | kill | SIGKILL |
+| drain | SIGTERM: it ends its step and leaves, with status 0 (`trigram.drain`) |
 | crash | SIGABRT; it writes a core dump if `ulimit -c` allows that |
 | stop | SIGSTOP, and SIGKILL when the others have evicted it, 1.8 s after `TRIGRAM_SILENCE` |
 | freeze | SIGSTOP for 0.5 to 5 s, at most half of `TRIGRAM_SILENCE`, then SIGCONT |
@@ -37,12 +38,14 @@ from pathlib import Path
 
 from trigram.cli.launch import end, exit_on_signals, job_environment, start_rank
 
-FAULTS = ("kill", "crash", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
-LASTING = ("kill", "crash", "stop", "cut")
+FAULTS = ("kill", "drain", "crash", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
+LASTING = ("kill", "drain", "crash", "stop", "cut")
 """Faults that a rank does not survive."""
 _FLIP, _CUT, _OUTAGE = 1, 2, 3
 """What the engine reads from the file in TRIGRAM_CHAOS: flip a bit once, cut all TCP connections for good, or
 hold up what they carry until the word is 0 again."""
+_LEAVES = "leaves the job, as it was asked to"
+"""What a rank says that was drained and not only ended."""
 _SILENCE_SECONDS = 15.0
 """The silence after which a rank is lost, unless TRIGRAM_SILENCE is set."""
 _EVICTION_SECONDS = 1.8
@@ -233,9 +236,13 @@ class Chaos:
         """Notes which present processes have printed that they are ready; returns whether all have."""
         for rank in self.ranks.values():
             if rank.ready_since is None and self.settings.ready is not None:
-                output = rank.log.read_text(errors="replace")[rank.log_start :]
-                rank.ready_since = time.monotonic() if self.settings.ready in output else None
+                rank.ready_since = time.monotonic() if self.settings.ready in self._said(rank) else None
         return all(rank.ready_since is not None for rank in self.ranks.values())
+
+    @staticmethod
+    def _said(rank: Rank) -> str:
+        """What the present process has written."""
+        return rank.log.read_text(errors="replace")[rank.log_start :]
 
     def _interval(self) -> float:
         return self.settings.every * self.random.uniform(0.5, 1.5)
@@ -271,6 +278,8 @@ class Chaos:
         self.injected[victim] = fault
         if fault == "kill":
             process.kill()
+        elif fault == "drain":
+            process.send_signal(signal.SIGTERM)
         elif fault == "crash":
             process.send_signal(signal.SIGABRT)
         elif fault == "stop":
@@ -323,9 +332,10 @@ class Chaos:
             code = rank.process.poll()
             if code is None or r in self.finished:
                 continue
-            if code == 0:
+            drained = self.injected.get(r) == "drain" and _LEAVES in self._said(rank)
+            if code == 0 and not drained:
                 self.finished.add(r)
-            elif self.injected.get(r) in (*LASTING, "corrupt"):
+            elif drained or self.injected.get(r) in ({*LASTING, "corrupt"} - {"drain"}):
                 # Not once a rank has finished: the job is ending, and no member would admit another.
                 if self.settings.restart and not self.finished:
                     self.schedule = [event for event in self.schedule if event[1] != r]

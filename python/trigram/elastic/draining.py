@@ -1,9 +1,9 @@
 """A rank of an elastic job that was asked to leave: it ends its step, hands over what only it has, and goes.
 
 :func:`drain` asks it, and so does SIGTERM, or a notice that a cloud will take the machine
-(``TRIGRAM_DRAIN``, see ``notices.py``). All members learn of it when they next agree on something: at the end of a step, or at an
-averaging step. Between steps they change the membership without this rank (``membership.py``), which then
-ends its process with status 0.
+(``TRIGRAM_DRAIN``, see ``notices.py``). All members learn of it when they next agree on something: at the end
+of a step, or at an averaging step. Between steps they change the membership without this rank
+(``membership.py``), which then ends its process with status 0, or that of ``TRIGRAM_DRAIN_STATUS``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,29 @@ import threading
 from types import FrameType
 from typing import Any
 
-from trigram.elastic.notices import VARIABLE, Notice
-from trigram.errors import MisuseError
+from trigram.elastic import notices
+from trigram.elastic.notices import Notice
+from trigram.errors import ConfigError, MisuseError
 from trigram.runtime import job, logs, world
 from trigram.runtime.job import Part
+
+_STATUS = "TRIGRAM_DRAIN_STATUS"
+"""The exit status of a rank that leaves: some supervisors start only processes again that have failed."""
+
+
+def check_settings() -> None:
+    """Raises ``ConfigError`` if a setting of this file is wrong."""
+    if where := os.environ.get(notices.VARIABLE):
+        notices.check(where)
+    exit_status()
+
+
+def exit_status() -> int:
+    """The status with which the process of a rank ends that leaves."""
+    text = os.environ.get(_STATUS, "0")
+    if not (text.isascii() and text.isdigit() and int(text) < 256):
+        raise ConfigError(f"{_STATUS}={text!r} is invalid; set it to a number from 0 to 255")
+    return int(text)
 
 
 @job.told
@@ -38,12 +57,16 @@ class Draining(Part):
         present = world.present()
         if present is None or present.elastic is None:
             return
-        where = os.environ.get(VARIABLE)
+        where = os.environ.get(notices.VARIABLE)
         if where:
             self._notice = Notice(where, self.ask)
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and job.here() is job.of_process and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_signal)
+
+    def is_asked(self) -> bool:
+        """Whether this rank was asked to leave."""
+        return self.asked is not None
 
     def ask(self, by: str) -> None:
         """Asks this rank to leave after its step; any thread may."""
@@ -72,7 +95,8 @@ class Draining(Part):
 
 def drain() -> None:
     """Asks this rank to leave an elastic job: it ends its step, hands over what only it has, and its process
-    ends with status 0. The other ranks go on, and no step is lost. Any thread may call it.
+    ends, with status 0 or ``TRIGRAM_DRAIN_STATUS``. The other ranks go on, and no step is lost. Any thread
+    may call it.
 
     It leaves by ``SystemExit``, which its script sees where the next step begins; with algorithms that
     average weights, where the step after the next averaging step begins. SIGTERM does the same, unless the
@@ -88,4 +112,4 @@ def drain() -> None:
 
 def draining() -> bool:
     """Whether this rank was asked to leave (:func:`drain`), so that its script need not begin long work."""
-    return job.here().part(Draining).asked is not None
+    return job.here().part(Draining).is_asked()

@@ -11,11 +11,10 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trigram import _core
-from trigram.elastic.draining import Draining
 from trigram.runtime.live_store import ReconnectingStore
 
 # The keys in the store: the protocol between members and joining ranks. `{}` is the number of a request.
@@ -108,11 +107,12 @@ class JoinQueue:
         regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
             because a rank waits or is to leave; None: it has not asked. Only jobs whose ranks are not in step
             need it.
+        is_asked: Whether this rank was asked to leave the job.
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
-    def __init__(self, store: ReconnectingStore, rank: int, draining: Draining) -> None:
-        self.store, self.rank, self.draining = store, rank, draining
+    def __init__(self, store: ReconnectingStore, rank: int, is_asked: Callable[[], bool]) -> None:
+        self.store, self.rank, self.is_asked = store, rank, is_asked
         self.status: dict[str, Any] = {}
         self.pending: dict[int, dict[str, Any]] = {}
         self.answered: set[int] = set()
@@ -171,7 +171,7 @@ class JoinQueue:
         while not self._stop.wait(_POLL):
             heartbeat += 1
             status = self.status
-            if self.draining.asked is not None and self._drain_told != status["epoch"]:
+            if self.is_asked() and self._drain_told != status["epoch"]:
                 self.store.put(_DRAIN.format(status["epoch"]), str(self.rank))
                 self._drain_told = status["epoch"]
             if not self.is_leader:

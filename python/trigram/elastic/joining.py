@@ -7,15 +7,13 @@ A rank that starts late waits, with a world that has no connections, until its s
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from trigram import _core
-from trigram.elastic import membership, notices
-from trigram.elastic.draining import Draining
+from trigram.elastic import draining, membership
 from trigram.elastic.join_queue import (
     ADMITTED,
     HANDSHAKE,
@@ -62,10 +60,9 @@ class Start:
         self, store: dist.Store | None, rank: int, size: int, settings: Settings, op_timeout: float | None
     ) -> None:
         self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
-        if where := os.environ.get(notices.VARIABLE):
-            notices.check(where)  # here, where all ranks are told
-        draining = job.here().part(Draining)
-        self.queue = None if store is None else JoinQueue(connect_again(store), rank, draining)
+        draining.check_settings()  # here, where all ranks are told
+        asked = job.here().part(draining.Draining).is_asked
+        self.queue = None if store is None else JoinQueue(connect_again(store), rank, asked)
         if self.queue is None:
             return
         self.queue.hosted_store = store

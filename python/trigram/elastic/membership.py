@@ -195,7 +195,7 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
         if prepared is not None and prepared.is_committed(lost):
             return _switch_to(prepared)
         reachable = [r for r in mine.ranks if r not in lost]
-        asked = job.here().part(Draining).asked is not None
+        asked = job.here().part(Draining).is_asked()
         try:
             group = _reachable_group(now, mine, reachable)
             try:
@@ -268,7 +268,8 @@ def _exchange_knowledge(
     """Gathers what each rank of the group knows: int64 of shape (ranks of the group, 6 + slots).
 
     The columns: newcomer, commits, the first three arguments of :func:`change_membership`, whether it was
-    asked to leave, and for each rank of the job the kind of its loss (an index of ``_LOSS_KINDS``, plus ``_STATELESS``).
+    asked to leave, and for each rank of the job the kind of its loss (an index of ``_LOSS_KINDS``, plus
+    ``_STATELESS``).
     """
     losses = [
         _LOSS_KINDS.index(lost.get(r, "")) + _STATELESS * (r in mine.stateless) for r in range(mine.slots)
@@ -283,8 +284,11 @@ def _exchange_knowledge(
 def _decide(
     group: Group, mine: Membership, known: torch.Tensor, may_admit: bool, at_once: int
 ) -> dict[str, Any]:
-    """The leader's decision: ``renew``, whether there is a new epoch, ``requests``, which it admits, ``leave``,
-    the ranks that leave, ``at_once`` at most, and ``drained``: all were asked to, so none does."""
+    """The leader's decision.
+
+    It has ``renew``, whether there is a new epoch; ``requests``, which it admits; ``leave``, the ranks that
+    leave, ``at_once`` at most; and ``drained``: all were asked to, so none does.
+    """
     text = b""
     if group.rank == 0:
         commits, boundary, complete, renew, asked = (known[:, column] for column in range(1, _LOSS_COLUMNS))

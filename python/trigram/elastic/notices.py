@@ -1,4 +1,4 @@
-"""Notices that a machine is about to be taken away: a file, an address, or what a cloud tells its machines."""
+"""Notices that a machine is about to be taken away: a file, an address, or what a cloud tells machines."""
 
 from __future__ import annotations
 

@@ -261,7 +261,8 @@ class ElasticModel:
     # What training calls; trigram.training.elasticity.FixedRanks has the same for jobs whose ranks are fixed.
 
     def before_step(self, prepare: Callable[[int], None], src: int) -> None:
-        """Between two steps, admits ranks that wait and lets go those that were asked to leave; then prepares the step on all members together.
+        """Between two steps, admits ranks that wait and lets those go that were asked to leave; then prepares
+        the step on all members together.
 
         Args:
             prepare: Called with the place of the first rank that has the training state. It is not repeated
@@ -327,8 +328,9 @@ class ElasticModel:
         self._end_step()
 
     def between_steps(self) -> None:
-        """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all that belongs to
-        it (schedulers, its own counters), so that a joining rank receives a complete state."""
+        """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all
+        that belongs to it (schedulers, its own counters), so that a joining rank receives a complete
+        state."""
         if self._mine().change_pending or self.is_called():
             with self.forgiving():
                 self.regroup()
@@ -342,9 +344,9 @@ class ElasticModel:
         """
         if self._stay.over:
             raise MisuseError(
-                f"{self.groups.name}: this rank has left the elastic job in which the model was wrapped (it was "
-                "asked to, or called trigram.shutdown); call trigram.with_bagua on it again, or trigram.unwrap "
-                "to train it without trigram"
+                f"{self.groups.name}: this rank has left the elastic job in which the model was wrapped: it "
+                "was asked to, or called trigram.shutdown; call trigram.with_bagua on the model again, or "
+                "trigram.unwrap to train it without trigram"
             )
         return current()[1]
 
@@ -385,7 +387,7 @@ class ElasticModel:
             self.regroup(boundary=False)
 
     def _commit(self) -> bool:
-        """Ends when all members have the results of the pass; returns whether a rank waits to join or leave."""
+        """Ends when all members have the results of the pass; returns whether one waits to join or leave."""
         mine = self.hooks.shared.fingerprint()
         pending, largest, least = self._largest(mine, -mine)
         if largest != -least:
@@ -574,8 +576,8 @@ def _answered(change: MembershipChange, group: Group) -> MembershipChange:
     by, asked.asked = asked.asked, None
     raise DrainError(
         f"elastic: all ranks of the job ({listed(group.ranks)}) were asked to leave it (this one: {by}), so "
-        "nobody would go on with the training; save a checkpoint where this error is caught, and start the job "
-        "again from it"
+        "nobody would go on with the training; save a checkpoint where this error is caught, and start the "
+        "job again from it"
     )
 
 
@@ -598,7 +600,7 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
         model.hooks.leave()
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")
     here.leave()
-    raise SystemExit(0)
+    raise SystemExit(draining.exit_status())
 
 
 def public_recover() -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,8 +23,10 @@ from tests.support.checks import close, raises, says
 from tests.support.elastic_run import batch, come, loss_of, model, optimizer, reference, weights
 from tests.support.harness import Died, Ranks, await_flag, flag, free_port, run, say, until
 from tests.support.harness import scratch as scratch_of_rank
-from trigram.elastic import draining, notices
+from trigram.elastic import draining, membership, notices
+from trigram.elastic.join_queue import JoinQueue
 from trigram.elastic.recovery import ElasticModel
+from trigram.runtime.group import Group
 
 pytestmark = pytest.mark.waits
 
@@ -73,6 +76,8 @@ def _trains(
             say(("did", step))
     except SystemExit as e:
         assert e.code == 0 and not trigram.is_initialized()
+        assert trigram.rank() == -1 and trigram.world_size() == 0  # what a script asks in `finally`
+        says(raises(trigram.MisuseError, trigram.barrier), "has left the elastic job")
         left = True
         # What it would train from now on is of nobody.
         says(raises(trigram.TrigramError, lambda: loss_of(net, 0, rank).backward()), "has left the")
@@ -192,6 +197,14 @@ def test_what_only_they_have_is_handed_over() -> None:
 
 
 def _all_leave(rank: int, world: int, algorithm: str) -> int:
+    draining_of = JoinQueue._draining
+
+    def when_all_are_asked(queue: JoinQueue, period: tuple[int, int]) -> list[int]:
+        """Else the first to be asked might have left before the last is."""
+        all_are = all((scratch_of_rank() / f"flag-asked-{r}").exists() for r in range(world))
+        return draining_of(queue, period) if all_are else []
+
+    JoinQueue._draining = when_all_are_asked
     trigram.init(elastic=True)
     net = model()
     opt = optimizer(net)
@@ -201,6 +214,7 @@ def _all_leave(rank: int, world: int, algorithm: str) -> int:
         for step in range(400):
             if step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
+                flag(f"asked-{rank}")
             if step > 3:
                 time.sleep(0.01)
             loss_of(net, step, rank).backward()
@@ -246,14 +260,12 @@ def test_it_may_die_while_it_leaves() -> None:
 
 
 def _dies_leaving(rank: int, world: int, steps: int) -> tuple[int, ...]:
-    from trigram.elastic import membership  # only in a rank: the test's process has no world
-
     trigram.init(elastic=True)
     net = model()
     opt = optimizer(net)
     net = trigram.with_bagua(net, optimizer=opt, elastic=True)
     if rank == 1:
-        membership._await_next_epoch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        membership._await_next_epoch = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
         build = membership.build
 
@@ -268,6 +280,139 @@ def _dies_leaving(rank: int, world: int, steps: int) -> tuple[int, ...]:
         loss_of(net, step, rank).backward()
         opt.step()
     return tuple(trigram.stats(net)["ranks"])
+
+
+@pytest.mark.parametrize("dies", [3, 0])
+def test_nobody_leaves_with_a_part_that_another_has_lost(dies: int) -> None:
+    """Rank 1 and a rank that dies in the same step have the two copies of some part between them."""
+    steps = 12
+    with Ranks(4, _dies_beside, steps, dies) as ranks:
+        results = ranks.results(60, dies=[dies])
+    history = (
+        [(0, 1, 2, 3)] * 5
+        + [tuple(r for r in range(4) if r != dies)]
+        + [tuple(r for r in range(4) if r not in (1, dies))] * (steps - 6)
+    )
+    for r in history[-1]:
+        close(results[r], reference(history), 1e-9)
+
+
+def _dies_beside(rank: int, world: int, steps: int, dies: int) -> torch.Tensor | None:
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, "sharded", optimizer=opt, elastic=True, bucket_mb=0.001)
+    for step in range(steps):
+        if rank == 1 and step == 4:
+            trigram.drain()
+        if step == 5:
+            flag(f"stepped-{rank}")
+            if rank == dies:
+                for r in range(world):
+                    await_flag(f"stepped-{r}")
+                os.kill(os.getpid(), signal.SIGKILL)
+            until(membership.has_lost)
+        opt.zero_grad()
+        try:
+            loss_of(net, step, rank).backward()
+        except SystemExit:
+            return None
+        opt.step()
+    return weights(net)
+
+
+def _barrier_fails(rank: int, world: int) -> tuple[int, ...]:
+    """On the rank that leaves the last barrier fails, as if a third rank had died when all had passed it."""
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    await_next_epoch = membership._await_next_epoch
+
+    def failing(group: Group) -> None:
+        await_next_epoch(group)
+        raise trigram.PeerLostError("as if a third rank had died", 2)
+
+    membership._await_next_epoch = failing
+    for step in range(8):
+        if rank == 1 and step == 3:
+            trigram.drain()
+        try:
+            loss_of(net, step, rank).backward()
+        except SystemExit:
+            return ()
+        opt.step()
+    return tuple(trigram.stats(net)["ranks"])
+
+
+def test_a_rank_that_leaves_is_no_second_job() -> None:
+    """All others have left the epoch before: they have not ended, so that this one would be the job."""
+    assert run(3, _barrier_fails) == [(0, 2), (), (0, 2)]
+
+
+def _asked_too_early(rank: int, world: int) -> int:
+    if rank == 1:
+        trigram.drain()  # as a handler of a signal may
+        assert not trigram.is_initialized() and trigram.draining()
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    try:
+        for step in range(5):
+            loss_of(net, step, rank).backward()
+            opt.step()
+    except SystemExit:
+        assert rank == 1
+    return step
+
+
+def test_who_is_asked_before_it_has_begun_leaves_after_a_step() -> None:
+    assert run(3, _asked_too_early) == [4, 1, 4]
+
+
+def _store_is_gone(rank: int, world: int) -> tuple[bool, int]:
+    draining._PATIENCE = 1.0
+    JoinQueue._draining = lambda *_: []  # the leader does not get to know
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, "async", optimizer=opt, elastic=True)
+    step = 0
+    try:
+        while trigram.world_size() == world:
+            if rank == 1 and step == 3:
+                trigram.drain()
+            loss_of(net, step, rank).backward()
+            opt.step()
+            time.sleep(0.01)
+            step += 1
+    except SystemExit:
+        return True, step
+    return False, step
+
+
+def test_without_a_store_it_leaves_all_the_same() -> None:
+    results = run(3, _store_is_gone)
+    assert [left for left, _ in results] == [False, True, False]
+
+
+def _forks(rank: int, world: int) -> int | None:
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    trigram.with_bagua(net, optimizer=opt, elastic=True)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    time.sleep(0.2)
+    child.terminate()
+    child.join(20)
+    assert not trigram.draining()
+    return child.exitcode
+
+
+def test_a_forked_child_is_ended_by_the_signal() -> None:
+    assert run(2, _forks) == [-signal.SIGTERM] * 2
 
 
 def _before_any_step(rank: int, world: int) -> None:
@@ -364,7 +509,7 @@ def _run(tmp_path: Path, status: str) -> tuple[int, str]:
     script.write_text(SCRIPT)
     environment = os.environ | {"TRIGRAM_DRAIN_STATUS": status}
     command = [sys.executable, "-m", "trigram", "run", "-n", "3", str(script)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
     return done.returncode, done.stdout + done.stderr
 
 

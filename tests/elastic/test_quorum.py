@@ -17,7 +17,15 @@ from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
 from tests.support.marks import long
-from trigram.elastic.membership import _LOSS_KINDS, _STATELESS, Membership, _check_quorum, quorum
+from trigram.elastic.history import History
+from trigram.elastic.membership import (
+    _LOSS_COLUMNS,
+    _LOSS_KINDS,
+    _STATELESS,
+    Membership,
+    _check_quorum,
+    quorum,
+)
 
 pytestmark = pytest.mark.waits
 
@@ -70,15 +78,12 @@ def test_who_has_no_state_has_no_voice() -> None:
     def told(rank: int, away: set[int], fresh: set[int]) -> list[int]:
         return [
             rank in fresh,
-            0,
-            0,
-            0,
-            0,
+            *[0] * (_LOSS_COLUMNS - 1),
             *(silent * (r in away) + _STATELESS * (r in fresh) for r in range(5)),
         ]
 
     def goes_on(here: list[int], fresh: set[int]) -> bool:
-        mine = Membership(list(range(5)), 5, (None, None, "auto"), None)
+        mine = Membership(list(range(5)), 5, (None, None, "auto"), None, History())
         away = set(range(5)) - set(here)
         try:
             _check_quorum(mine, here, torch.tensor([told(r, away, fresh) for r in here]))

@@ -27,7 +27,7 @@ from rich.console import Console
 import trigram
 from tests.support.checks import raises, says
 from tests.support.harness import Ranks, free_port, say, scratch, until
-from trigram.cli import top
+from trigram.cli import job_store, top
 from trigram.observe.snapshots import KEY, Snapshot, seal, unseal
 from trigram.observe.steps import PHASES
 from trigram.runtime.live_store import ReconnectingStore
@@ -153,7 +153,7 @@ def test_two_models_are_not_mixed() -> None:
 
 
 def test_an_address_of_ipv6() -> None:
-    assert top.address("[::1]:29500") == ("::1", 29500)
+    assert job_store.address("[::1]:29500") == ("::1", 29500)
 
 
 def _train(rank: int, world: int) -> None:

@@ -1,5 +1,5 @@
-"""The `trigram` command: run, plan, top, report, compare, timeline, postmortem, demo, bench, chaos, doctor,
-algorithms."""
+"""The `trigram` command: run, plan, top, status, report, compare, timeline, postmortem, demo, bench, chaos,
+doctor, algorithms."""
 
 from __future__ import annotations
 
@@ -310,6 +310,21 @@ def top_command(
     from trigram.cli import top  # each command loads what it needs
 
     raise typer.Exit(top.show(store, once))
+
+
+@app.command("status")
+def status_command(
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The job's store; else MASTER_ADDR and MASTER_PORT."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say which ranks an elastic job has, who joins, leaves and was lost, and its goodput."""
+    from trigram.cli import status  # each command loads what it needs
+
+    raise typer.Exit(status.show(store, as_json))
 
 
 @app.command("compare")

@@ -83,7 +83,9 @@ def launch(
         The exit code and the failed ranks' error output.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
-    base = threads | job_environment(ranks) | dict(environment or {})
+    # A rank that was asked to leave and did, with status 0, would count as one that has finished.
+    leaves = {"TRIGRAM_DRAIN_STATUS": str(128 + signal.SIGTERM)} if restarts else {}
+    base = threads | leaves | job_environment(ranks) | dict(environment or {})
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []

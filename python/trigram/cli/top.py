@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import statistics
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from trigram.cli.job_store import open_store
 from trigram.errors import AuthError
 from trigram.observe.snapshots import KEY, PER_RANK, PERIOD, Snapshot, secret, unseal
 from trigram.observe.steps import FORWARD, INPUT, OPTIMIZER, PHASES, WAIT
 from trigram.runtime.live_store import ReconnectingStore
-from trigram.runtime.rendezvous import reopen
 
 _STALE = 3
 """Periods without a snapshot after which a rank counts as silent."""
@@ -44,17 +40,6 @@ _FOLDED = {"host": 12, "": 16}
 """Columns of text: in a narrow terminal it is broken into lines of so many letters, or more."""
 _FIRST_TO_GO = ("optimizer", "forward", "input", "backward", "MB/s")
 """Columns for which a narrow terminal has no room: numbers are shown whole or not at all."""
-
-
-def address(text: str | None) -> tuple[str, int]:
-    """Host and port of the store: as given, else where MASTER_ADDR and MASTER_PORT say."""
-    given = text or f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '')}"
-    host, _, port = given.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise typer.BadParameter(
-            f"--store {given!r} is no HOST:PORT; rank 0 of a job with TRIGRAM_TOP=1 logs its own"
-        )
-    return host.strip("[]"), int(port)
 
 
 class Job:
@@ -189,15 +174,7 @@ def show(store: str | None, once: bool) -> int:
     Returns:
         The exit code: 1 if nothing of the job was found.
     """
-    host, port = address(store)
-    try:
-        client = reopen(host, port)
-    except (OSError, dist.DistError) as error:
-        raise typer.BadParameter(
-            f"no store answers at {host}:{port} ({error}); rank 0 of a job with TRIGRAM_TOP=1 logs it"
-        ) from error
-    client.set_timeout(timedelta(seconds=5))
-    job = Job(ReconnectingStore(client, lambda: reopen(host, port)))
+    job = Job(open_store(store))
     console = Console()
     job.read()
     if once or not console.is_terminal or console.is_dumb_terminal:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,8 @@ from trigram.errors import ConfigError, MisuseError
 from trigram.runtime import job, logs, world
 from trigram.runtime.job import Part
 
+_PATIENCE = 10.0
+"""Seconds after which ranks that do not wait for each other should have let one go."""
 _STATUS = "TRIGRAM_DRAIN_STATUS"
 """The exit status of a rank that leaves: some supervisors start only processes again that have failed."""
 
@@ -50,13 +53,19 @@ class Draining(Part):
 
     asked: str | None = None
     trains = False
+    _since = 0.0
     _notice: Notice | None = None
+    _process = 0
 
     def begin(self) -> None:
         """In an elastic job: watches for the signal and for notices."""
         present = world.present()
         if present is None or present.elastic is None:
+            if self.asked is not None:
+                self.asked = None
+                logs.warning("drain: this rank was asked to leave, but the job that it joined is not elastic")
             return
+        self._since, self._process = time.monotonic(), os.getpid()
         where = os.environ.get(notices.VARIABLE)
         if where:
             self._notice = Notice(where, self.ask)
@@ -71,8 +80,12 @@ class Draining(Part):
     def ask(self, by: str) -> None:
         """Asks this rank to leave after its step; any thread may."""
         if self.asked is None:
-            self.asked = by
+            self.asked, self._since = by, time.monotonic()
             logs.warning(f"{by}: this rank leaves the job when its step is over; the other ranks go on")
+
+    def is_overdue(self) -> bool:
+        """Whether the others should have let this rank go, and have perhaps not been reached."""
+        return self.asked is not None and time.monotonic() - self._since > _PATIENCE
 
     def left(self) -> None:
         """Watches no longer."""
@@ -85,11 +98,13 @@ class Draining(Part):
         self.asked, self.trains, self._notice = None, False, None  # the next job of this process begins anew
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> Any:
-        # The next one ends the process, as does the first if no step is to come.
-        signal.signal(number, signal.SIG_DFL)
-        if self.trains:
+        # The second one ends the process, as do the first if no step is to come, and one to a forked child.
+        if self.trains and self.asked is None and os.getpid() == self._process:
             self.ask("SIGTERM")
+        elif os.getpid() == 1:
+            raise SystemExit(128 + number)  # Linux ignores for the first process what it has no handler for
         else:
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
@@ -102,10 +117,13 @@ def drain() -> None:
     average weights, where the step after the next averaging step begins. SIGTERM does the same, unless the
     script handles it; a second SIGTERM ends the process at once. See docs/elastic.md.
 
+    Before ``init`` it asks for the job that this rank will join.
+
     Raises:
         MisuseError: The job is not elastic.
     """
-    if world.current().elastic is None:
+    present = world.present()  # not `current`, which begins a job: this may be in a handler of a signal
+    if present is not None and present.elastic is None:
         raise MisuseError("drain: the job is not elastic; call trigram.init(elastic=True) at its start")
     job.here().part(Draining).ask("trigram.drain()")
 

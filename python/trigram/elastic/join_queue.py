@@ -18,8 +18,8 @@ from trigram import _core
 from trigram.runtime.live_store import ReconnectingStore
 
 # The keys in the store: the protocol between members and joining ranks. `{}` is the number of a request.
-_STATUS = "elastic/job_status"
-"""The leader: epoch, members and heartbeat of the job (JSON)."""
+STATUS = "elastic/job_status"
+"""The leader: epoch, members and heartbeat of the job (JSON), and what ``trigram status`` shows."""
 _REQUEST_COUNT = "elastic/join_requests"
 """The number of join requests so far; a new rank adds one."""
 _REQUEST = "elastic/join_request/{}"
@@ -34,8 +34,10 @@ VERDICTS = "elastic/verdicts/{}"
 """The leader: the same of every rank (JSON list of bools by rank)."""
 ADMITTED = "elastic/admitted/{}"
 """The leader: the members use the new epoch."""
-_DRAIN = "elastic/drain/{}"
-"""A member that was asked to leave, in the epoch of this number: its rank."""
+_DRAIN_COUNT = "elastic/drains/{}.{}"
+"""How many members have told that they were asked to leave, by epoch and number of empty regroups."""
+_DRAIN = "elastic/drain/{}.{}/{}"
+"""The rank of each of them, by these and its number."""
 
 _POLL = 0.2
 """Seconds between two reads of the store."""
@@ -83,11 +85,11 @@ class JobWatch:
 
     def known(self) -> bool:
         """Whether any job has published its status in this store, alive or not."""
-        return self.store.get(_STATUS) is not None
+        return self.store.get(STATUS) is not None
 
     def status(self) -> dict[str, Any] | None:
         """The status of the job; None until it has been seen to change, and when it no longer does."""
-        value, now = self.store.get(_STATUS), time.monotonic()
+        value, now = self.store.get(STATUS), time.monotonic()
         if value is None:
             return None
         if value != self.last:
@@ -102,6 +104,7 @@ class JoinQueue:
 
     Attributes:
         status: What the leader publishes, see :meth:`trigram.elastic.membership.Membership.status`.
+        describe: Returns more of the job's status, which changes during an epoch.
         is_leader: Whether this rank is the leader.
         pending: The requests that wait for admission, by their number: ``rank`` and ``endpoint`` each.
         regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
@@ -114,6 +117,7 @@ class JoinQueue:
     def __init__(self, store: ReconnectingStore, rank: int, is_asked: Callable[[], bool]) -> None:
         self.store, self.rank, self.is_asked = store, rank, is_asked
         self.status: dict[str, Any] = {}
+        self.describe: Callable[[], dict[str, Any]] = dict
         self.pending: dict[int, dict[str, Any]] = {}
         self.answered: set[int] = set()
         self.hosted_store: Any = None
@@ -122,7 +126,7 @@ class JoinQueue:
         self._heartbeats: dict[int, bytes | None] | None = None
         # By rank: the number of failed admissions, and when to try again.
         self._deferred: dict[int, tuple[int, float]] = {}
-        self._drain_told = -1  # in which epoch
+        self._drain_told: tuple[int, int] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -171,21 +175,37 @@ class JoinQueue:
         while not self._stop.wait(_POLL):
             heartbeat += 1
             status = self.status
-            if self.is_asked() and self._drain_told != status["epoch"]:
-                self.store.put(_DRAIN.format(status["epoch"]), str(self.rank))
-                self._drain_told = status["epoch"]
+            period = status["epoch"], status["empty_regroups"]
+            if self.is_asked() and self._drain_told != period:
+                self._tell_drain(period)
             if not self.is_leader:
-                published = _parse(self.store.get(_STATUS) or b"{}")
+                published = _parse(self.store.get(STATUS) or b"{}")
                 self.regroup_request = published.get("regroup_request")
                 continue
             self._scan()
-            if self.pending or self.store.get(_DRAIN.format(status["epoch"])) is not None:
+            draining = self._draining(period)
+            if self.pending or draining:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
-            published = {**status, "leader": self.rank, "heartbeat": heartbeat}
+            published = {**status, **self.describe(), "leader": self.rank, "heartbeat": heartbeat}
+            published |= {"joining": [r["rank"] for r in self.pending.values()], "draining": draining}
             published["regroup_request"] = self.regroup_request
             if status is self.status:  # else another epoch has begun meanwhile
-                self.store.put(_STATUS, json.dumps(published))
+                self.store.put(STATUS, json.dumps(published))
+
+    def _tell_drain(self, period: tuple[int, int]) -> None:
+        """Tells the leader that this rank was asked to leave; again after each change of the members."""
+        number = self.store(lambda s: s.add(_DRAIN_COUNT.format(*period), 1))
+        if number is not None:
+            self.store.put(_DRAIN.format(*period, int(number)), str(self.rank))
+            self._drain_told = period
+
+    def _draining(self, period: tuple[int, int]) -> list[int]:
+        """The members that have told so since the last change of the members."""
+        members: list[int] = self.status["ranks"]
+        count = int(self.store(lambda s: s.add(_DRAIN_COUNT.format(*period), 0)) or 0)
+        told = [self.store.get(_DRAIN.format(*period, i + 1)) for i in range(min(count, len(members)))]
+        return [r for r in members if str(r).encode() in told]
 
     def _scan(self) -> None:
         """Reads the recent requests; those with a heartbeat since the last scan are pending."""

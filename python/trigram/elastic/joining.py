@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trigram import _core
 from trigram.elastic import draining, membership
+from trigram.elastic.history import History
 from trigram.elastic.join_queue import (
     ADMITTED,
     HANDSHAKE,
@@ -92,13 +93,13 @@ class Start:
             None,
             self.op_timeout,
         )
-        mine = Membership([], self.size, self.settings, self.queue, newcomer=True)
+        mine = Membership([], self.size, self.settings, self.queue, History(), newcomer=True)
         engine = cast(_core.Engine, MissingEngine(self.rank))
         return World(engine, group, self.rank, self.size, self.op_timeout, elastic=mine)
 
     def member(self) -> Membership:
         """See :class:`trigram.runtime.world.ElasticStart`."""
-        mine = Membership(list(range(self.size)), self.size, self.settings, self.queue)
+        mine = Membership(list(range(self.size)), self.size, self.settings, self.queue, History())
         if self.queue is not None:
             self.queue.serve(self.rank == 0, mine.status())
         return mine
@@ -216,6 +217,7 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
             len(endpoints),
             mine.settings,
             mine.queue,
+            mine.history,
             epoch=answer["epoch"] - 1,
             newcomer=True,
             commits=answer["commits"],

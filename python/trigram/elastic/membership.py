@@ -29,6 +29,7 @@ import torch
 from trigram import _core, collectives
 from trigram.collectives.consistency import listed
 from trigram.elastic.draining import Draining
+from trigram.elastic.history import History
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TimeoutError, TrigramError
 from trigram.runtime import engine_codes, job, world
@@ -44,6 +45,8 @@ _CONNECT_TIMEOUT = 10.0
 """Seconds that a step of connecting a new epoch may take once all members have begun it."""
 _LEAVE_TIMEOUT = 3 * _CONNECT_TIMEOUT
 """Seconds that a rank that leaves waits until the others have connected the next epoch."""
+_LEFT_TIMEOUT = 1.0
+"""Seconds after its barrier has failed until a rank that leaves knows whether others have passed it."""
 _HANDSHAKE_TIMEOUT = 3.0
 """Seconds that the leader waits for a joining rank's handshake after those of the members are done."""
 _LOSS_REPORT_TIMEOUT = 3.0
@@ -71,6 +74,7 @@ class Membership:
         epoch: The number of epochs before this one.
         settings: Network interface, an address that all ranks reach, and transport.
         queue: Where new ranks ask to join; None in a job without a store.
+        history: What has happened in the job.
         newcomer: This rank has joined and not taken part in a step yet.
         commits: Backward passes that all members have completed.
         change_pending: A rank waits to join or is to leave; all members hold the same value.
@@ -84,6 +88,7 @@ class Membership:
     slots: int
     settings: tuple[str | None, str | None, str]
     queue: JoinQueue | None
+    history: History
     epoch: int = 0
     newcomer: bool = False
     commits: int = 0
@@ -188,10 +193,13 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
         TimeoutError: A member that runs has not called it within ``op_timeout`` seconds.
     """
     prepared: PreparedWorld | None = None
+    without: list[int] | None = None  # the next epoch, if this rank leaves
     tries = 0
     while True:
         now, mine = current()
-        lost, decision = dict(now.engine.losses()), None
+        if without is not None and _has_begun(without, now):
+            return MembershipChange([], 0, False, False, leaves=True)
+        lost, decision, without = dict(now.engine.losses()), None, None
         if prepared is not None and prepared.is_committed(lost):
             return _switch_to(prepared)
         reachable = [r for r in mine.ranks if r not in lost]
@@ -217,7 +225,8 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
                 leaving.hand_over(group)
             new = _connect_epoch(group, now, mine, decision, known)
             if new is None:
-                _await_next_epoch(group, now)
+                without = [r for r in reachable if r not in decision["leave"]]
+                _await_next_epoch(group)
                 return MembershipChange([], 0, False, False, leaves=True)
             prepared = PreparedWorld(new, known, reachable, decision)
             group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
@@ -297,12 +306,14 @@ def _decide(
         )
         leave = [r for r, each in zip(group.ranks, asked, strict=True) if each and between_steps]
         drained = len(leave) == len(group.ranks)
-        leave = [] if drained else leave[:at_once]
-        # Ranks that have joined and have no state yet cannot go on alone: in their next step they get it.
-        if not any(r not in leave for r, row in zip(group.ranks, known, strict=True) if not row[0]):
+        # Nobody leaves while another is lost, who may have had the only other copy of what that rank has, or
+        # while one that has joined has no state yet: a step later they do.
+        if drained or len(group.ranks) < len(mine.ranks) or bool(known[:, 0].any()):
             leave = []
-        # A leader that leaves admits nobody: it would have to tell that rank how its admission ended.
-        may_admit = may_admit and between_steps and group.ranks[0] not in leave
+        leave = leave[:at_once]
+        # A leader that leaves admits nobody: it would have to tell that rank how its admission ended. Nobody
+        # is admitted to a job that ends.
+        may_admit = may_admit and between_steps and not drained and group.ranks[0] not in leave
         requests = mine.queue.requests() if may_admit and mine.queue else []
         joining: dict[int, dict[str, Any]] = {}
         for request in requests:
@@ -387,14 +398,25 @@ def _connect_epoch(
     return build(engine, now, mine, ranks, slots, stateless)
 
 
-def _await_next_epoch(group: Group, now: World) -> None:
+def _await_next_epoch(group: Group) -> None:
     """On a rank that leaves: ends when the others have connected the next epoch."""
-    try:
-        group.core.run(_BARRIER, _NOTHING, _LEAVE_TIMEOUT)
-    except TrigramError:
-        # A rank that uses the next epoch has left the present one, and so all have connected it.
-        if "left" not in dict(now.engine.losses()).values():
-            raise
+    group.core.run(_BARRIER, _NOTHING, _LEAVE_TIMEOUT)
+
+
+def _has_begun(without: list[int], now: World) -> bool:
+    """On a rank that leaves and whose barrier has failed: whether the next epoch, of these ranks, has begun.
+
+    A rank that uses it has left the present one, and so all have connected it. That is known here at once, or
+    a moment after the death that made the barrier fail.
+    """
+    end = time.monotonic() + _LEFT_TIMEOUT
+    while True:
+        losses = dict(now.engine.losses())
+        if any(losses.get(r) == "left" for r in without):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
 
 
 def build(
@@ -416,6 +438,7 @@ def build(
         slots,
         mine.settings,
         mine.queue,
+        mine.history,
         mine.epoch + 1,
         mine.newcomer,
         mine.commits,
@@ -456,6 +479,7 @@ class PreparedWorld:
 def _switch_to(prepared: PreparedWorld) -> MembershipChange:
     """Makes the next epoch the current one and closes the one before, whose calls fail."""
     new, (old, mine) = prepared.world, current()
+    _note(prepared, old, mine)  # before this rank leaves the old epoch, where all are then gone
     old.engine.shutdown(False)
     # The script may hold the group of all ranks: that object becomes the new group.
     old.group.become(new.group)
@@ -470,6 +494,16 @@ def _switch_to(prepared: PreparedWorld) -> MembershipChange:
             mine.queue.store.put(ADMITTED.format(request["id"]), "yes")
             mine.queue.admitted(request["rank"])
     return _result(prepared.known, prepared.reachable, prepared.decision, renewed=True)
+
+
+def _note(prepared: PreparedWorld, old: World, mine: Membership) -> None:
+    """Notes in the history who was lost, has left and has joined."""
+    losses, leave = dict(old.engine.losses()), prepared.decision["leave"]
+    gone = [r for r in mine.ranks if r not in prepared.reachable]
+    for what in sorted({losses.get(r, "dead") for r in gone}):
+        mine.history.add(mine.epoch, what, [r for r in gone if losses.get(r, "dead") == what])
+    mine.history.add(mine.epoch, "asked to leave", leave)
+    mine.history.add(mine.epoch, "joined", [r["rank"] for r in prepared.decision["requests"]])
 
 
 def _result(

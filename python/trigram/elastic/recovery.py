@@ -78,9 +78,11 @@ class ElasticHooks(Protocol):
 
     Attributes:
         in_step: All ranks make the same step at the same time.
+        steps: Training steps so far.
     """
 
     in_step: bool
+    steps: int
 
     @property
     def shared(self) -> SharedState:
@@ -152,7 +154,7 @@ class ElasticModel:
         self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
         self.newcomers: list[int] = []
         self.is_new = self.behind = False
-        self._stay = job.here().stay
+        self._stay, self._history = job.here().stay, current()[1].history
 
     @property
     def newcomer(self) -> bool:
@@ -194,6 +196,15 @@ class ElasticModel:
         """The first place in the group whose rank has the training state."""
         ranks = self.groups.control.ranks
         return next(i for i, rank in enumerate(ranks) if rank not in self.newcomers)
+
+    def describe(self) -> dict[str, Any]:
+        """What changes in the job's status while an epoch lasts; any thread may call it."""
+        model, mine = self.model(), self._history
+        return {
+            "model": type(model).__name__,
+            "algorithm": self.title.split(",")[0],
+            "steps": self.hooks.steps,
+        } | (mine.summary())
 
     def _layout(self) -> str:
         """Names, shapes and dtypes of parameters and buffers."""
@@ -286,6 +297,7 @@ class ElasticModel:
         """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
         complete = False
         while True:
+            begun = time.monotonic()
             try:
                 if not complete:
                     a_pass.send_rest()
@@ -295,6 +307,7 @@ class ElasticModel:
             except TrigramError as e:
                 if not is_loss(e):
                     raise
+                self._history.wasted += time.monotonic() - begun
                 change = self.regroup(boundary=False, complete=complete)
                 if not (complete and change.commit):
                     a_pass.again()
@@ -335,6 +348,9 @@ class ElasticModel:
             with self.forgiving():
                 self.regroup()
             self._end_step()
+        elif not self.in_step and job.here().part(draining.Draining).is_overdue():
+            # The store, through which the others would have learned of it, has gone. They find out now.
+            _leave([self])
 
     def _mine(self) -> Membership:
         """This rank's membership of the job in which the model is.
@@ -448,6 +464,8 @@ def add(part: ElasticModel) -> None:
             "joins between two steps of that model; put both into one nn.Module"
         )
     known.models.append(part)
+    if mine.queue is not None:
+        mine.queue.describe = part.describe
     job.here().part(draining.Draining).trains = True
     if mine.newcomer:
         # The members call `renew` at the end of `recover`; this rank's groups were made after it joined.
@@ -534,6 +552,12 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
         DrainError: All ranks were asked to leave.
         SystemExit: This one was, and has left.
     """
+    with current()[1].history.waste():
+        return _recover(boundary, complete)
+
+
+def _recover(boundary: bool, complete: bool) -> MembershipChange:
+    """See :func:`recover`."""
     while True:
         models = job.here().part(_Models).of(current()[0].group)
         out_of_step = not all(m.in_step for m in models)
@@ -600,6 +624,7 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
         model.hooks.leave()
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")
     here.leave()
+    here.let_go = True
     raise SystemExit(draining.exit_status())
 
 

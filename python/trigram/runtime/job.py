@@ -171,6 +171,7 @@ class Job:
 
     Attributes:
         world: The connections and groups; None before ``init`` and after ``shutdown``.
+        let_go: This rank has left an elastic job because it was asked to, and joined no other since.
         stay: The present time in a job; another after each ``shutdown``.
         starting: Held by a thread in ``init``: the first calls of two threads make one world, not two.
         unfinished: What the last ``init`` has met the others with. It keeps its store if that has failed:
@@ -179,6 +180,7 @@ class Job:
 
     def __init__(self) -> None:
         self.world: World | None = None
+        self.let_go = False
         self.stay = Stay()
         self.starting = threading.RLock()
         self.unfinished: Any = None

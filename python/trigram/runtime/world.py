@@ -104,20 +104,27 @@ def replace(new: World) -> None:
 
 def rank() -> int:
     """This rank, from 0. In an elastic job, its index among the present members; -1 before a late rank has
-    joined."""
+    joined, and when this one has left because it was asked to."""
+    if job.here().let_go:
+        return -1
     now = current()
     return now.rank if now.elastic is None else now.group.rank
 
 
 def world_size() -> int:
-    """The number of ranks, without helpers."""
-    return current().group.size
+    """The number of ranks, without helpers; 0 when this rank has left because it was asked to."""
+    return 0 if job.here().let_go else current().group.size
 
 
 def current() -> World:
     """The current world; calls ``init()`` if there is none."""
     mine = job.here()
     if mine.world is None:
+        if mine.let_go:
+            raise MisuseError(
+                "this rank has left the elastic job, because it was asked to, and the others go on without "
+                "it; trigram.init would begin another job"
+            )
         if mine is not job.of_process:
             raise MisuseError(
                 "this rank is in no job: it has not called trigram.init(store, rank, world_size) in its "
@@ -300,6 +307,7 @@ def init(
             job.refuse_another(rank, mine.world.rank)
         if mine.world is None:
             _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper)
+            mine.let_go = False
             mine.begin()
         assert mine.world is not None
         return mine.world.group

@@ -62,7 +62,8 @@ class RunningModels(Part):
             serving.bind(hooks)
         for hooks in list(self.models):
             if not failed:
-                with contextlib.suppress(TrigramError):
+                # `SystemExit`: the others have let this rank go meanwhile, as it was asked to leave.
+                with contextlib.suppress(TrigramError, SystemExit):
                     hooks.drain()
             self.remove(hooks)
 

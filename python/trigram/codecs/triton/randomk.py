@@ -159,13 +159,13 @@ def _place(
     word = tl.arange(0, 4)
     header = load_words(code, 4 * word, word < 3)
     poison = tl.sum(tl.where(word == 2, header, 0), axis=0)
-    poisoned = (poison & 0x7FFFFFFF) != 0
+    whole = (poison & 0x7FFFFFFF) == 0
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = (i < k) & (poisoned == 0)
+    there = i < tl.where(whole, k, 0)
     low = tl.sum(tl.where(word == 0, header, 0), axis=0)
     high = tl.sum(tl.where(word == 1, header, 0), axis=0)
     index = _indices(low, high, i, n, k)
     x = load_words(code + HEADER, 4 * i, there).to(tl.float32, bitcast=True)
     put(out + index, x, weight, there, FORMAT, ADD)
     if tl.program_id(0) == 0:
-        tl.store(flag, poisoned.to(tl.int32))
+        tl.store(flag, 1 - whole.to(tl.int32))

@@ -90,8 +90,9 @@ class CopiedParts(Recovery):
         return int(main.ranks[main.rank])
 
     def most_leaving(self) -> int:
-        """See :class:`SharedState`: of each part a copy is left."""
-        return self.copies - 1
+        """See :class:`SharedState`: of each part a copy is left, if all copies are where they belong."""
+        settled = self.next_cut is None and set(self.cut.owners) == set(self.groups.main.ranks)
+        return self.copies - 1 if settled else 0
 
     def fingerprint(self) -> int:
         """The optimizer's options, now and then, and how parameters will be divided that are not yet."""

@@ -106,7 +106,7 @@ class _Parser:
             must = f"one of {', '.join(names)}"
             graph = self.option("topology", graph, lambda g: g in names, must)
             if graph not in names:
-                raise self.refuse(f"WHO={value.who!r} is invalid; the topology must be {must}")
+                raise self.refuse(f"WHO={value.who!r} is invalid; use {kind}:TOPOLOGY with {must}")
         elif (
             kind != "central" or (graph and RobustAggregation.parse(graph) is None) or value.who.endswith(":")
         ):

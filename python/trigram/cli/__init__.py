@@ -1,5 +1,5 @@
 """The `trigram` command: run, plan, top, status, report, compare, timeline, postmortem, demo, bench, chaos,
-doctor, algorithms."""
+test, doctor, algorithms."""
 
 from __future__ import annotations
 
@@ -375,6 +375,14 @@ def doctor_command() -> None:
     from trigram.cli import doctor  # each command loads what it needs
 
     raise typer.Exit(doctor.run())
+
+
+@app.command("test")
+def test_command() -> None:
+    """Test this installation: two ranks, every collective, a training beside DDP, the eight corners."""
+    from trigram.cli import self_test  # each command loads what it needs
+
+    raise typer.Exit(self_test.run())
 
 
 @app.command("algorithms")

@@ -83,8 +83,8 @@ def text(status: dict[str, Any], now: float) -> str:
         f"joining   {_listed(status['joining'])}",
         f"draining  {_listed(status['draining'])}",
         f"training  {training if status['model'] else 'none'}",
-        f"goodput   {100 * status['goodput']:.1f} %: {status['seconds_wasted']:.1f} s of {_ago(status, now)} "
-        "went into changes of the members, and into averages made again",
+        f"goodput   {100 * status['goodput']:.1f} % (changes of the members, and averages made again: "
+        f"{status['seconds_wasted']:.1f} s of {_ago(status, now)})",
     ]
     for event in reversed(status["events"]):
         what = _NAMES.get(event["what"], event["what"])

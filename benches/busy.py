@@ -31,7 +31,7 @@ from typing import NamedTuple, TextIO
 import torch
 from paired import ratio
 
-from trigram.cli.launch import free_port
+from trigram.runtime.launch import free_port
 
 ROW = 0.15
 """Seconds of a row of calls, about."""

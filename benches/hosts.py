@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from trigram.cli.launch import end, free_port
+from trigram.runtime.launch import end, free_port
 
 NETWORK = "10.79.0."
 INTERFACE = "eth0"

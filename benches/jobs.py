@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import hosts
 
-from trigram.cli.launch import free_port
+from trigram.runtime.launch import free_port
 
 
 class Job:

@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trigram
 from trigram.algorithms import parse
-from trigram.cli import launch, workloads
+from trigram.cli import workloads
+from trigram.runtime import launch
 
 DDP, DDP_ADAM = "ddp", "ddp_adam"
 SMOOTH = 20

@@ -39,7 +39,7 @@ import hosts
 import torch
 from slow_cores import SlowCores
 
-from trigram.cli.launch import free_port
+from trigram.runtime.launch import free_port
 
 CLONE_NEWNET = 0x40000000
 PAYLOAD = 0.948

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trigram
-from trigram.cli.launch import free_port
+from trigram.runtime.launch import free_port
 
 SIZES = {
     "4 B": (4, 20, 240),

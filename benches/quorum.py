@@ -27,7 +27,8 @@ import torch
 from paired import ratio
 
 import trigram
-from trigram.cli import launch, workloads
+from trigram.cli import workloads
+from trigram.runtime import launch
 
 ALL, QUORUM = "local_sgd", "quorum"
 WARM_UP = 0.05

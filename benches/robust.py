@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 import trigram
-from trigram.cli import launch, workloads
+from trigram.cli import workloads
+from trigram.runtime import launch
 
 ALGORITHMS = (
     "gradient_allreduce",

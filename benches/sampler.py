@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 import trigram
-from trigram.cli import launch
 from trigram.data import BalancedBatchSampler
+from trigram.runtime import launch
 
 PAD, MOST = 0, 512
 

@@ -34,8 +34,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import trigram
-from trigram.cli import launch
 from trigram.integrations import fsdp
+from trigram.runtime import launch
 
 REFERENCE = "DDP, AdamW"
 NO_UPDATE = "gradient_allreduce, no update"

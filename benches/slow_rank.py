@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 import trigram
-from trigram.cli import launch, workloads
+from trigram.cli import workloads
+from trigram.runtime import launch
 
 ALONE = "nobody communicates"
 UNTIMED = 5

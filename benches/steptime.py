@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trigram
-from trigram.cli import launch, workloads
+from trigram.cli import workloads
+from trigram.runtime import launch
 
 ALONE, DDP, FP16, POST_LOCAL, TORCHFT = (
     "compute alone",

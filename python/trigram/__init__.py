@@ -38,6 +38,7 @@ from trigram.errors import (
     CorruptError,
     DrainError,
     IoError,
+    LaunchError,
     MismatchError,
     MisuseError,
     PeerLostError,
@@ -45,6 +46,7 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
+from trigram.launching import launch
 from trigram.model.blocks import join, no_sync
 from trigram.model.boundary import step
 from trigram.model.checkpoint import algorithm_state, load_algorithm_state
@@ -77,6 +79,7 @@ __all__ = [
     "Group",
     "IoError",
     "Job",
+    "LaunchError",
     "MismatchError",
     "MisuseError",
     "PeerLostError",
@@ -105,6 +108,7 @@ __all__ = [
     "is_initialized",
     "is_wrapped",
     "join",
+    "launch",
     "load_algorithm_state",
     "local_shards",
     "new_group",

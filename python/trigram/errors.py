@@ -17,6 +17,7 @@ __all__ = [
     "CorruptError",
     "DrainError",
     "IoError",
+    "LaunchError",
     "MismatchError",
     "MisuseError",
     "PeerLostError",
@@ -48,6 +49,10 @@ class PeerLostError(TrigramError):
 
 class DrainError(TrigramError):
     """All ranks of an elastic job were asked to leave it (:func:`trigram.drain`), so nobody would go on."""
+
+
+class LaunchError(TrigramError):
+    """A rank of :func:`trigram.launch` has failed; the message has its traceback."""
 
 
 class TimeoutError(TrigramError, builtins.TimeoutError):

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from tests.support.checks import says
 from tests.support.harness import until
 from tests.support.marks import long
-from trigram.cli import app, launch
+from trigram.cli import app
+from trigram.runtime import launch
 
 pytestmark = pytest.mark.waits
 

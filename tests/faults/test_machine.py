@@ -26,7 +26,7 @@ from tests.support import cgroups
 from tests.support.checks import raises, says
 from tests.support.harness import ROOT, Died, Ranks, await_flag, flag, say, until
 from tests.support.marks import long
-from trigram.cli.launch import end, job_environment, start_rank
+from trigram.runtime.launch import end, job_environment, start_rank
 
 pytestmark = pytest.mark.waits
 

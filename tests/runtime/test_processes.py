@@ -21,7 +21,7 @@ import trigram
 from tests.support.checks import close, equal
 from tests.support.harness import await_flag, flag, run, scratch
 from tests.support.marks import long
-from trigram.cli.launch import free_port
+from trigram.runtime.launch import free_port
 
 WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: trigram.all_reduce(torch.ones(10)),

@@ -75,7 +75,7 @@ def run_command(
     If a rank fails, the others are ended, unless it is started again (--restarts, for elastic jobs).
     On SIGTERM or Ctrl-C the ranks have ten seconds to end; a second signal ends them at once.
     """
-    from trigram.cli import launch  # each command loads what it needs
+    from trigram.runtime import launch  # each command loads what it needs
 
     if not module and not Path(command[0]).exists():
         raise typer.BadParameter(f"there is no script {command[0]}")
@@ -186,7 +186,8 @@ def bench_command(
     ] = None,
 ) -> None:
     """Measure an operation at several sizes, check every result, and print the columns of nccl-tests."""
-    from trigram.cli import bench, launch  # each command loads what it needs
+    from trigram.cli import bench  # each command loads what it needs
+    from trigram.runtime import launch  # likewise
 
     peers = [name for name in against.split(",") if name]
     if unknown := set(peers) - set(PEERS[device]):
@@ -358,7 +359,8 @@ def demo_command(
     ),
 ) -> None:
     """Train two small models on real data, with DistributedDataParallel and then with each algorithm."""
-    from trigram.cli import demo, launch  # each command loads what it needs
+    from trigram.cli import demo  # each command loads what it needs
+    from trigram.runtime import launch  # likewise
 
     if absent := demo.missing():
         typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)

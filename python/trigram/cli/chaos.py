@@ -36,7 +36,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trigram.cli.launch import end, exit_on_signals, job_environment, start_rank
+from trigram.runtime.launch import end, exit_on_signals, job_environment, start_rank
 
 FAULTS = ("kill", "drain", "crash", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
 LASTING = ("kill", "drain", "crash", "stop", "cut")

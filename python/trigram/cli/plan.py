@@ -14,9 +14,9 @@ from pathlib import Path
 
 import typer
 
-from trigram.cli import launch
 from trigram.plan import costs, measuring, socket_cost
 from trigram.plan.inputs import Compute, Job, Machines
+from trigram.runtime import launch
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

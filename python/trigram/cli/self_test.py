@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trigram
-from trigram.cli import launch
+from trigram.runtime import launch
 
 _SECONDS = 120.0
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)

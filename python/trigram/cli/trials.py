@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE
 from rich.table import Table
 
-from trigram.cli import launch
+from trigram.runtime import launch
 
 SECONDS = 60.0
 SCHEDULE_SIZES = "4,4K,64K,1M,16M"

@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import IO, Literal, NamedTuple
 
-from trigram.cli.rank_output import RankOutput
 from trigram.runtime.launchers import find, free_port, set_variables
+from trigram.runtime.rank_output import RankOutput
 
 POLL_SECONDS = 0.02
 # After a failure the other ranks have this long to detect it and print their errors; then they are ended.
@@ -66,6 +67,7 @@ def launch(
     show: Literal["none", "first", "all"] = "first",
     timeout: float | None = None,
     restarts: int = 0,
+    prefix: bool = False,
 ) -> Outcome:
     """Runs a command as `ranks` processes and waits for them.
 
@@ -78,6 +80,7 @@ def launch(
         timeout: Seconds after which all ranks are ended and the exit code is 124; None: no limit.
         restarts: How often ranks of an elastic job that fail are started again, all ranks together. When one
             fails once more, the others are ended. Ranks are not started again once a rank has finished.
+        prefix: Each line that ranks write begins with the rank's number.
 
     Returns:
         The exit code and the failed ranks' error output.
@@ -90,16 +93,16 @@ def launch(
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
         exit_on_signals(stack)
-        output = RankOutput()
+        output = RankOutput(prefix)
         stack.callback(output.drain)
         stack.callback(end, processes)
 
         def start(rank: int) -> subprocess.Popen[bytes]:
             if error_files[rank] is not None:
                 return start_rank(rank, command, base, stdout=subprocess.DEVNULL, stderr=error_files[rank])
-            if ranks == 1 or show == "first":
+            if not prefix and (ranks == 1 or show == "first"):
                 return start_rank(rank, command, base, stdout=None, stderr=None)
-            with output.pipes() as (stdout, stderr):
+            with output.pipes(rank) as (stdout, stderr):
                 return start_rank(rank, command, base, stdout=stdout, stderr=stderr)
 
         for rank in range(ranks):
@@ -262,12 +265,15 @@ def exit_on_signals(stack: ExitStack) -> None:
     """Until the stack is closed, signals that end a process raise ``SystemExit``: what started processes ends
     them.
 
-    Those that the process ignores, as under nohup, stay ignored.
+    Those that the process ignores, as under nohup, stay ignored. In another thread than the main one it does
+    nothing.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread gets signals, and may say what they do
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         before = signal.getsignal(number)
         if before is not signal.SIG_IGN:
@@ -279,8 +285,8 @@ def leave_job() -> None:
     """Shuts trigram down, and then torch.distributed, whose store trigram may use."""
     import torch.distributed as dist
 
-    import trigram  # takes seconds, and a process that only starts ranks does not need it
+    from trigram.runtime.world import shutdown  # loads torch, as above: who only starts ranks needs neither
 
-    trigram.shutdown()
+    shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,8 +6,10 @@ Each rank is a process of its own, as under ``trigram run``, so that what a note
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -21,8 +23,11 @@ from trigram.runtime import launch as launcher
 
 _FUNCTION, _RESULT, _ERROR = "function", "result-{}", "error-{}"
 """Files of a launch, in a folder of its own."""
-_SERVE = "from trigram.launching import _serve; _serve()"
-_INTERRUPTED = 130
+_SERVE = "import sys; sys.path[:] = {!r}; from trigram.launching import _serve; _serve()"
+"""The program of a rank: it finds modules where this process does, and not first where it is started."""
+_CLOSED = "onnection closed by peer"
+"""What gloo says of a rank that has ended."""
+_PR_SET_PDEATHSIG = 1
 
 
 def launch(
@@ -74,63 +79,92 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="trigram-launch-") as name:
         folder = Path(name)
         (folder / _FUNCTION).write_bytes(_packed(function, args))
+        more = dict(environment or {})
+        path = [*filter(None, more.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
         outcome = launcher.launch(
             ranks,
-            [sys.executable, "-c", _SERVE, name],
-            environment={"PYTHONUNBUFFERED": "1", **(environment or {})},
+            [sys.executable, "-c", _SERVE.format(path), name],
+            environment={"PYTHONUNBUFFERED": "1", **more},
             show="all",
             timeout=timeout,
             prefix=True,
         )
-        if outcome.code == _INTERRUPTED:
+        if outcome.interrupted:
             raise KeyboardInterrupt
         if outcome.code:
-            raise _failure(folder, ranks, outcome.code, outcome.code == launcher.TIMED_OUT, timeout)
-        return [pickle.loads((folder / _RESULT.format(rank)).read_bytes()) for rank in range(ranks)]
+            raise _failure(folder, outcome, timeout)
+        return [_result(folder, rank) for rank in range(ranks)]
+
+
+def _result(folder: Path, rank: int) -> Any:
+    """What a rank has returned."""
+    file = folder / _RESULT.format(rank)
+    if not file.exists():
+        raise LaunchError(f"launch: rank {rank} has ended without a result, with exit code 0 (os._exit?)")
+    try:
+        return pickle.loads(file.read_bytes())
+    except Exception as error:  # whatever an object's own code raises
+        raise LaunchError(
+            f"launch: what rank {rank} has returned cannot be made again here "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The function and its arguments, and where to find modules."""
+    """The function and its arguments."""
+    if _cloudpickle() is None and getattr(function, "__module__", None) == "__main__":
+        raise MisuseError(f"launch: {_name(function)} is defined in {_OF_MAIN}")
     try:
-        try:
-            import cloudpickle  # optional: it sends what a notebook or a script defines
-        except ImportError:
-            if getattr(function, "__module__", None) == "__main__":
-                raise MisuseError(
-                    f"launch: {_name(function)} is defined in a notebook, or in the script that runs; "
-                    "install cloudpickle (pip install 'trigram[notebook]'), or import it from a module"
-                ) from None
-            packed = pickle.dumps((function, args))
-        else:
-            packed = cloudpickle.dumps((function, args))
-    except MisuseError:
-        raise
+        return _pickled((function, args))
     except Exception as error:  # whatever an object's own code raises
         raise MisuseError(
             f"launch: {_name(function)} or an argument cannot be sent to another process "
             f"({type(error).__name__}: {error}); open files, locks and connections in the function"
         ) from error
-    return pickle.dumps((sys.path, packed))
+
+
+_OF_MAIN = (
+    "a notebook, or in the script that runs; install cloudpickle (pip install 'trigram[notebook]'), or "
+    "import it from a module"
+)
+
+
+def _cloudpickle() -> Any:
+    """The package, which sends what a notebook or a script defines; None: it is not installed."""
+    try:
+        import cloudpickle  # optional
+    except ImportError:
+        return None
+    return cloudpickle
+
+
+def _pickled(value: Any) -> bytes:
+    data: bytes = (_cloudpickle() or pickle).dumps(value)
+    return data
 
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _failure(folder: Path, ranks: int, code: int, timed_out: bool, timeout: float | None) -> LaunchError:
-    """What has gone wrong: the error of the rank that failed by itself, rather than of those that lost it."""
+def _failure(folder: Path, outcome: launcher.Outcome, timeout: float | None) -> LaunchError:
+    """What has gone wrong: with the rank that failed by itself, rather than with those that lost it."""
     errors = {}
-    for rank in range(ranks):
+    for rank in range(len(outcome.codes)):
         file = folder / _ERROR.format(rank)
         if file.exists():
             errors[rank] = file.stat().st_mtime_ns, *pickle.loads(file.read_bytes())
-    if not errors:
-        if timed_out:
-            return LaunchError(f"launch: the ranks were ended after timeout={timeout} s")
-        return LaunchError(f"launch: a rank has ended with exit code {code} and no exception")
-    rank = min(errors, key=lambda r: (errors[r][1], errors[r][0]))
+    if outcome.timed_out:
+        return LaunchError(f"launch: the ranks were ended after timeout={timeout} s")
+    own = [r for r, (_, lost, *_) in errors.items() if not lost]
+    silent = [r for r, code in enumerate(outcome.codes) if code and r not in errors]
+    if silent and not own:
+        code = outcome.codes[silent[0]] or 0
+        how = f"was ended by the signal {signal.Signals(-code).name}" if code < 0 else f"has exit code {code}"
+        return LaunchError(f"launch: rank {silent[0]} {how}, and has raised no exception")
+    rank = min(own or errors, key=lambda r: errors[r][0])
     _, _, text, packed = errors[rank]
-    others = sorted(r for r in errors if r != rank)
+    others = sorted({*errors, *silent} - {rank})
     also = f" ({', '.join(f'rank {r}' for r in others)} failed too)" if others else ""
     failure = LaunchError(f"launch: rank {rank} failed{also}\n\n{text}")
     try:
@@ -144,22 +178,34 @@ def _serve() -> None:
     """The program of a rank."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     sys.argv = sys.argv[:1]
+    # Ranks of a notebook whose kernel is killed would train on.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        path, packed = pickle.loads((folder / _FUNCTION).read_bytes())
-        sys.path[:] = path
-        function, args = pickle.loads(packed)
-        result = _sent(function(*args))
+        try:
+            function, args = pickle.loads((folder / _FUNCTION).read_bytes())
+        except AttributeError as error:
+            raise MisuseError(f"launch: {error}: it is defined in {_OF_MAIN}") from error
+        try:
+            value = function(*args)
+        except SystemExit as end:
+            if end.code not in (0, None):
+                raise
+            value = None
+        result = _sent(value)
+        launcher.leave_job()
+        _write(folder / _RESULT.format(rank), result)
     except Exception as error:
         _leave_error(folder / _ERROR.format(rank), error)
-        raise
-    launcher.leave_job()
-    _write(folder / _RESULT.format(rank), result)
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads of the function may run still, and the other ranks wait for this one
 
 
 def _sent(result: Any) -> bytes:
     try:
-        return pickle.dumps(result)
-    except Exception as error:
+        return _pickled(result)
+    except Exception as error:  # whatever an object's own code raises
         raise MisuseError(
             f"launch: the function has returned what cannot be sent back ({type(error).__name__}: {error}); "
             "return numbers, tensors on the CPU, lists and dicts of them"
@@ -168,11 +214,11 @@ def _sent(result: Any) -> bytes:
 
 def _leave_error(file: Path, error: Exception) -> None:
     """Leaves an error for the process that has launched this one."""
-    lost = isinstance(error, PeerLostError | AbortedError)
+    lost = isinstance(error, PeerLostError | AbortedError) or _CLOSED in str(error)
     text = "".join(traceback.format_exception(error))
     try:
-        packed = pickle.dumps(error)
-    except Exception:
+        packed = _pickled(error)
+    except Exception:  # as above
         packed = b""
     _write(file, pickle.dumps((lost, text, packed)))
 

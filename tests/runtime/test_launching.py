@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -68,10 +69,15 @@ def test_the_rank_that_has_failed_is_named() -> None:
     assert "ValueError: of the test" in str(caught.value) and "in _fails" in str(caught.value)
 
 
-def _dies() -> None:
+def _dies(code: int) -> None:
     trigram.init()
+    if trigram.rank() == 1 and code < 0:
+        os.kill(os.getpid(), -code)
+    if trigram.rank() == 1 and code == 5:
+        sys.exit(code)
     if trigram.rank() == 1:
-        os._exit(7)
+        os._exit(code)
+    trigram.barrier()
 
 
 def _sleeps() -> None:
@@ -79,9 +85,72 @@ def _sleeps() -> None:
     time.sleep(300)
 
 
-def test_a_rank_that_dies_is_an_error() -> None:
-    with pytest.raises(trigram.LaunchError, match="exit code 7"):
-        trigram.launch(_dies)
+@pytest.mark.parametrize(
+    "code, says",
+    [(7, "exit code 7"), (5, "exit code 5"), (-9, "SIGKILL"), (124, "code 124"), (130, "code 130")],
+)
+def test_a_rank_that_dies_is_the_cause(code: int, says: str) -> None:
+    """Not the one that waits for it."""
+    with pytest.raises(trigram.LaunchError, match=f"launch: rank 1 .*{says}"):
+        trigram.launch(_dies, code)
+
+
+def _ends(how: str) -> Any:
+    trigram.init()
+    if trigram.rank() == 1 and how == "exit":
+        sys.exit(0)
+    if trigram.rank() == 1 and how == "at once":
+        os._exit(0)
+    return "result"
+
+
+def test_a_rank_may_end_by_exit() -> None:
+    assert trigram.launch(_ends, "exit") == ["result", None]
+
+
+def test_a_rank_that_has_no_result_is_named() -> None:
+    with pytest.raises(trigram.LaunchError, match="rank 1 has ended without a result"):
+        trigram.launch(_ends, "at once")
+
+
+def _fails_with_a_thread() -> None:
+    trigram.init()
+    if trigram.rank() == 1:
+        threading.Thread(target=time.sleep, args=(300,)).start()
+        raise ValueError("of the test")
+    trigram.barrier()
+
+
+def test_a_thread_does_not_keep_a_rank_that_has_failed() -> None:
+    with pytest.raises(trigram.LaunchError, match="rank 1 failed"):
+        trigram.launch(_fails_with_a_thread, timeout=100)
+
+
+def _says_much() -> None:
+    sys.stdout.buffer.write("caf\u00e9 \U0001f600\n".encode() + b"\xff\n")
+    print("the end")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_cannot_be_written_here_ends_no_rank(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding=encoding))
+    trigram.launch(_says_much)
+    assert shown.getvalue().count(b"the end") == 2
+
+
+class _TwoArguments(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def _returns_an_error() -> Exception:
+    return _TwoArguments(1, 2)
+
+
+def test_a_result_that_cannot_be_made_again() -> None:
+    with pytest.raises(trigram.LaunchError, match="rank 0 has returned cannot be made again here"):
+        trigram.launch(_returns_an_error)
 
 
 def test_the_time_is_limited() -> None:
@@ -177,6 +246,30 @@ def _of_group(group: int) -> list[str]:
         ["ps", "-o", "pid=", "-g", str(group)], capture_output=True, text=True, check=False
     )
     return listed.stdout.split()
+
+
+OF_ITS_OWN = """
+import dataclasses, trigram
+
+@dataclasses.dataclass
+class Result:
+    rank: int
+
+def train():
+    return Result(trigram.rank())
+
+print("has", [result.rank for result in trigram.launch(train)])
+"""
+
+
+def test_classes_of_a_script_come_back(tmp_path: Path) -> None:
+    """Started elsewhere, where a file has the name of a module of the standard library."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "script.py").write_text(OF_ITS_OWN)
+    (tmp_path / "numbers.py").write_text("raise RuntimeError('not this one')")
+    command = [sys.executable, "there/script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 0 and "has [0, 1]" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_function_of_a_script_needs_cloudpickle(tmp_path: Path) -> None:

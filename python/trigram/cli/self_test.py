@@ -47,7 +47,9 @@ def run() -> int:
             environment={"TRIGRAM_TRANSPORT": transport},
             timeout=_SECONDS,
         )
-        if outcome.code == launch.TIMED_OUT:
+        if outcome.interrupted:
+            return outcome.code
+        if outcome.timed_out:
             print(f"  FAILED: not over after {_SECONDS:.0f} s", flush=True)
         code = code or outcome.code
     seconds = time.monotonic() - begun

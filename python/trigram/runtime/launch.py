@@ -34,10 +34,21 @@ TIMED_OUT = 124
 
 
 class Outcome(NamedTuple):
-    """The exit code of the first rank that failed, or 0, and the error output of all ranks that failed."""
+    """How the ranks of a launch have ended.
+
+    Attributes:
+        code: The exit code of the first rank that failed, or 0.
+        errors: The error output of all ranks that failed.
+        codes: By rank, what its process returned before the others were ended; None: it ran.
+        timed_out: The time was over.
+        interrupted: By Ctrl-C.
+    """
 
     code: int
     errors: str
+    codes: tuple[int | None, ...] = ()
+    timed_out: bool = False
+    interrupted: bool = False
 
 
 def is_rank() -> bool:
@@ -113,12 +124,13 @@ def launch(
             code, failed = _watch(processes, timeout, start, restarts)
         except KeyboardInterrupt:
             end(processes, interrupted=True)
-            return Outcome(128 + signal.SIGINT, "")
+            return Outcome(128 + signal.SIGINT, "", interrupted=True)
+        codes = tuple(process.returncode for process in processes)
         output.drain()
         reports = "".join(_report(rank, processes[rank].returncode, error_files[rank]) for rank in failed)
         if reports and show != "none":
             sys.stderr.write(reports)
-        return Outcome(code, reports)
+        return Outcome(code, reports, codes, timed_out=code == TIMED_OUT and not failed)
 
 
 def trigram_command(argv: Sequence[str]) -> list[str]:

@@ -73,11 +73,7 @@ class RankOutput:
 
     def _pass_on(self, read: int, target: int, begin: bytes) -> None:
         rest = b""
-        # ValueError: the stream of this process is closed.
-        with (
-            suppress(OSError, ValueError),
-            open(read, "rb", buffering=0) as source,
-        ):  # closed: the rank is told so too
+        with suppress(OSError), open(read, "rb", buffering=0) as source:  # closed: the rank is told so too
             while chunk := source.read(_READ):
                 text = rest + chunk
                 end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1  # \r: a progress bar
@@ -90,8 +86,11 @@ class RankOutput:
         stream = self.streams.get(target)
         with self.lock:
             if stream is not None:
-                stream.write(text.decode(errors="replace"))
-                stream.flush()
+                with suppress(Exception):  # a stream of the script's own; ranks that write must not end by it
+                    known = text.decode(errors="replace")
+                    encoding = getattr(stream, "encoding", None) or "utf-8"
+                    stream.write(known.encode(encoding, "replace").decode(encoding))
+                    stream.flush()
                 return
             while text:
                 text = text[os.write(target, text) :]

@@ -20,6 +20,7 @@ from nbclient.exceptions import CellExecutionError
 
 import trigram
 from tests.support.harness import ROOT, run, until
+from tests.support.marks import long
 
 pytestmark = pytest.mark.waits
 
@@ -87,7 +88,13 @@ def _sleeps() -> None:
 
 @pytest.mark.parametrize(
     "code, says",
-    [(7, "exit code 7"), (5, "exit code 5"), (-9, "SIGKILL"), (124, "code 124"), (130, "code 130")],
+    [
+        (7, "exit code 7"),
+        long(5, "exit code 5"),
+        long(-9, "SIGKILL"),
+        long(124, "code 124"),
+        long(130, "code 130"),
+    ],
 )
 def test_a_rank_that_dies_is_the_cause(code: int, says: str) -> None:
     """Not the one that waits for it."""
@@ -131,7 +138,7 @@ def _says_much() -> None:
     print("the end")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", long("utf-8")])
 def test_what_cannot_be_written_here_ends_no_rank(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding=encoding))

@@ -6,6 +6,7 @@ process computes itself, or with DistributedDataParallel over gloo.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import platform
 import sys
@@ -169,14 +170,23 @@ def _training() -> str:
     model = _model()
     ours = trigram.with_bagua(model, "gradient_allreduce")  # whatever TRIGRAM_ALGORITHM says
     _train(ours, torch.optim.AdamW(ours.parameters(), 1e-2), steps)
-    theirs = _model()
-    ddp = DistributedDataParallel(theirs)
-    _train(ddp, torch.optim.AdamW(theirs.parameters(), 1e-2), steps)
+    theirs = _with_ddp(steps)
+    # The last reference to gloo's group must not be one of DDP's, which is dropped under the lock of the
+    # interpreter: the group waits for its threads, and one of them may wait for that lock.
+    gc.collect()
     dist.destroy_process_group()
     for (name, p), q in zip(model.named_parameters(), theirs.parameters(), strict=True):
         _same(p.detach(), q.detach(), f"{name} after {steps} steps")
     trigram.unwrap(model)
     return f"{steps} steps, bit for bit those of DistributedDataParallel over gloo"
+
+
+def _with_ddp(steps: int) -> nn.Module:
+    """The model after some steps of DistributedDataParallel, which is dropped."""
+    model = _model()
+    ddp = DistributedDataParallel(model)
+    _train(ddp, torch.optim.AdamW(model.parameters(), 1e-2), steps)
+    return model
 
 
 def _corners() -> str:

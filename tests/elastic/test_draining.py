@@ -423,14 +423,19 @@ def _before_any_step(rank: int, world: int) -> None:
     await_flag("done", 60)
 
 
+def _is_ended_by_the_signal(ranks: Ranks) -> None:
+    """Rank 1, at once; the other ends when it may."""
+    ranks.signal(1, signal.SIGTERM)
+    until(lambda: ranks.ranks[1].process.exitcode is not None)
+    assert ranks.ranks[1].process.exitcode == -signal.SIGTERM
+    (ranks.dir / "flag-done").touch()
+    ranks.results(30, dies=[1])
+
+
 def test_without_a_model_the_signal_ends_it() -> None:
     with Ranks(2, _before_any_step) as ranks:
         ranks.await_said(1, "ready", 30)
-        ranks.signal(1, signal.SIGTERM)
-        until(lambda: ranks.ranks[1].process.exitcode is not None)
-        assert ranks.ranks[1].process.exitcode == -signal.SIGTERM
-        (ranks.dir / "flag-done").touch()
-        ranks.results(30, dies=[1])
+        _is_ended_by_the_signal(ranks)
 
 
 def _waits_long(rank: int, world: int) -> None:
@@ -451,11 +456,7 @@ def _waits_long(rank: int, world: int) -> None:
 def test_a_second_signal_ends_it_at_once() -> None:
     with Ranks(2, _waits_long) as ranks:
         ranks.await_said(1, "asked", 30)
-        ranks.signal(1, signal.SIGTERM)
-        until(lambda: ranks.ranks[1].process.exitcode is not None)
-        assert ranks.ranks[1].process.exitcode == -signal.SIGTERM
-        (ranks.dir / "flag-done").touch()
-        ranks.results(30, dies=[1])
+        _is_ended_by_the_signal(ranks)
 
 
 def _handles_it_itself(rank: int, world: int) -> bool:

@@ -285,8 +285,7 @@ class WeightSync(StepHooks):
     def _take_mean(self, group: Group, contributing: int, is_new: bool = False) -> None:
         """Replaces the weights by their mean over the ranks of a group that are not new."""
         model = self.model()
-        if model is None:
-            return
+        assert model is not None  # the other ranks make these calls too, and would wait for this one
         weights = (coalesced.as_real(p.detach()) for p in model.parameters())
         for same in coalesced.alike(w for w in weights if w.is_floating_point()):
             averaged = coalesced.Coalesced(same)

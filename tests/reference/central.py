@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from tests.reference.codec_roundtrip import decoded, finite, keeps_residual
 from tests.reference.simulation import (
     Algorithm,
+    Part,
     Script,
     Simulation,
     average_gradients,
+    cut,
     flatten,
     mean,
+    put,
     unflatten,
 )
 
@@ -436,7 +439,7 @@ class Fragments(CentralWeights):
     """One part of the parameters after the other is averaged: every H / len(parts) steps, or asynchronously
     by a script, the next when the last has landed."""
 
-    def __init__(self, every: int, parts: list[list[int]], overlap: bool = False, **more: Any) -> None:
+    def __init__(self, every: int, parts: Sequence[Part], overlap: bool = False, **more: Any) -> None:
         super().__init__(every, overlap=overlap, **more)
         self.parts = parts
         self.each = [CentralWeights(every, **more) for _ in parts]
@@ -445,7 +448,7 @@ class Fragments(CentralWeights):
     def attach(self, sim: Simulation) -> None:
         super().attach(sim)
         for part, one in zip(self.parts, self.each, strict=True):
-            one.r = flatten([sim.parameters(0)[k] for k in part])
+            one.r = flatten(cut(sim.parameters(0), part))
             one.momentum = torch.zeros_like(one.r)
 
     def boundary(self, done: int) -> None:
@@ -466,8 +469,5 @@ class Fragments(CentralWeights):
     def begin(self, at: int) -> None:
         """Averages the part; it lands later."""
         part, everybody = self.parts[at], [self.sim.parameters(i) for i in range(self.sim.n)]
-        moves = self.each[at].agree([flatten([own[k] for k in part]) for own in everybody])
-        self.flight = []
-        for own, move in zip(everybody, moves, strict=True):
-            moved = dict(zip(part, unflatten(move, [own[k] for k in part]), strict=True))
-            self.flight.append(flatten([moved.get(k, torch.zeros_like(p)) for k, p in enumerate(own)]))
+        moves = self.each[at].agree([flatten(cut(own, part)) for own in everybody])
+        self.flight = [put(own, part, move) for own, move in zip(everybody, moves, strict=True)]

@@ -6,6 +6,7 @@ codec rounds as in the real thing wherever nothing but the order of two rounding
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tests.reference.codec_roundtrip import decoded
 from tests.reference.graphs import Graph
-from tests.reference.simulation import Algorithm, Script, Simulation, flatten
+from tests.reference.simulation import Algorithm, Part, Script, Simulation, cut, flatten, put
 
 
 class Gossip(Algorithm):
@@ -166,7 +167,7 @@ class AsyncPairs(Algorithm):
         script: Script,
         codec: str | None = None,
         block: int | None = None,
-        parts: list[list[int]] | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
         self.graph, self.script, self.codec, self.block, self.parts = graph, script, codec, block, parts
         self.k = 0
@@ -179,8 +180,8 @@ class AsyncPairs(Algorithm):
         self.k += 1
         inside = torch.ones_like(x[0], dtype=torch.bool)
         if self.parts is not None:
-            shapes = self.sim.parameters(0)
-            inside = flatten([torch.full_like(p, k in self.parts[at]) for k, p in enumerate(shapes)]).bool()
+            shapes, part = self.sim.parameters(0), self.parts[at]
+            inside = put(shapes, part, flatten([torch.ones_like(p) for p in cut(shapes, part)])).bool()
         add = [torch.zeros_like(own) for own in x]
         for i in range(n):
             for j in range(i + 1, n):

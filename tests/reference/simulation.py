@@ -30,6 +30,21 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
+Part = Sequence[tuple[int, slice]]  # of the weights: parameters, by their number, and which of their rows
+
+
+def cut(params: Sequence[Tensor], part: Part) -> list[Tensor]:
+    return [params[k][rows] for k, rows in part]
+
+
+def put(params: Sequence[Tensor], part: Part, flat: Tensor) -> Tensor:
+    """What belongs to the part in its place, flat; zeros elsewhere."""
+    whole = [torch.zeros_like(p) for p in params]
+    for (k, rows), values in zip(part, unflatten(flat, cut(params, part)), strict=True):
+        whole[k][rows] = values
+    return flatten(whole)
+
+
 def mean(parts: Sequence[Tensor]) -> Tensor:
     """Summed in rank order."""
     total = parts[0].clone()

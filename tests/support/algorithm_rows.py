@@ -19,7 +19,7 @@ from tests.reference.central import (
 )
 from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip, OuterGossip, PushSum
 from tests.reference.graphs import Graph, graph
-from tests.reference.simulation import Algorithm
+from tests.reference.simulation import Algorithm, Part
 from trigram.algorithms import graphs
 
 
@@ -196,7 +196,16 @@ for _o in ("momentum", "adam"):
 row("local_sgd warmup", "local_sgd", lambda n: CentralWeights(2), every=2, warmup_steps=4, agree=2)
 row("local_sgd overlap", "local_sgd", lambda n: CentralWeights(2, overlap=True), every=2, overlap=True)
 row("local_sgd default", "local_sgd", lambda n: CentralWeights(8), agree=8, steps=10)
-HALVES, THIRDS = [[0, 1], [2, 3, 4, 5]], [[0, 1], [2], [3, 4, 5]]  # by the middle of each parameter
+ALL = slice(None)
+HALVES: list[Part] = [  # the third parameter, of 29 rows, is larger than half of the weights
+    [(0, ALL), (1, ALL), (2, slice(13))],
+    [(2, slice(13, None)), (3, ALL), (4, ALL), (5, ALL)],
+]
+THIRDS: list[Part] = [
+    [(0, ALL), (1, ALL), (2, slice(6))],
+    [(2, slice(6, 19))],
+    [(2, slice(19, None)), (3, ALL), (4, ALL), (5, ALL)],
+]
 row("local_sgd fragments", "local_sgd", lambda n: Fragments(4, HALVES), every=4, fragments=2, steps=10)
 row(
     "local_sgd fragments overlap",

@@ -22,6 +22,8 @@ class AlgorithmOptions:
             so many steps.
         overlap: Averages of weights run during the next step, and sharded weights are collected then.
         fragments: Parts of the weights, averaged one after the other; None: by their size.
+        pieces: Whether parameters may be divided between fragments; False: as a saved state was made by a
+            version that divided none.
         staleness: Boundaries after which a rank waits for an averaging step in the background; None: never.
         script: For tests: says at which steps averages are awaited.
         quorum: Ranks that an averaging step needs; None: all.
@@ -45,6 +47,7 @@ class AlgorithmOptions:
     due: Callable[[int], bool] | None = None
     overlap: bool = False
     fragments: int | None = None
+    pieces: bool = True
     staleness: int | None = None
     script: Callable[[int], bool] | None = None
     quorum: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,46 @@ from trigram.runtime.memory import empty
 
 _ALIGN = 64
 """Bytes: each tensor starts at a new cache line."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter: ``length`` indices along one dimension, complex numbers as pairs of real ones.
+
+    It is no view, because a script may give the parameter other memory (``p.data = ...``).
+    """
+
+    of: torch.Tensor
+    dim: int
+    start: int
+    length: int
+
+    def view(self) -> torch.Tensor:
+        """The values, where they are now."""
+        return as_real(self.of.detach()).narrow(self.dim, self.start, self.length)
+
+    def numel(self) -> int:
+        """How many values it has."""
+        return self.view().numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its values."""
+        return self.of.dtype.to_real()
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.of.device
+
+
+Part = torch.Tensor | Piece
+"""A parameter, or a piece of one."""
+
+
+def now(parts: Iterable[Part]) -> list[torch.Tensor]:
+    """The tensors, and of pieces the views of where they are now."""
+    return [part.view() if isinstance(part, Piece) else part for part in parts]
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -124,7 +165,7 @@ class Coalesced:
     """Tensors with a copy in one 1-D tensor of registered memory.
 
     Args:
-        tensors: Tensors on one device, of one dtype unless ``dtype`` is given.
+        tensors: Tensors, or pieces of them, on one device, of one dtype unless ``dtype`` is given.
         dtype: The dtype of the memory; None: that of the tensors.
         length: From the length that the tensors need, in elements, to that of the memory; the rest is zero.
             None: no more than needed.
@@ -138,11 +179,13 @@ class Coalesced:
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Part],
         dtype: torch.dtype | None = None,
         length: Callable[[int], int] | None = None,
     ) -> None:
-        self.tensors = list(tensors)
+        self._parts = list(tensors)
+        self._has_pieces = any(isinstance(part, Piece) for part in tensors)
+        tensors = now(tensors)
         dtype = dtype or tensors[0].dtype
         at, self.total = offsets(tensors, dtype)
         total = self.total if length is None else length(self.total)
@@ -150,6 +193,11 @@ class Coalesced:
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
         self.plain = not any(expanded_dimensions(t) or _is_lazy_view(t) for t in tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors; of pieces the views of where they are now."""
+        return now(self._parts) if self._has_pieces else self._parts  # type: ignore[return-value]
 
     @torch.no_grad()
     def pack(self) -> None:

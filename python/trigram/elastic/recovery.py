@@ -156,6 +156,10 @@ class ElasticModel:
         self.is_new = self.behind = False
         self._stay, self._history = job.here().stay, current()[1].history
 
+    def begins_again(self, title: str, hooks: ElasticHooks) -> None:
+        """The algorithm, with a new title, has other hooks from now on."""
+        self.title, self.hooks = title, hooks
+
     @property
     def newcomer(self) -> bool:
         """Whether this rank has not received the training state yet."""

@@ -18,6 +18,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
+from trigram.collectives.coalesced import Part
 from trigram.mixing.step import AveragingStep
 
 
@@ -47,7 +48,7 @@ class Mean(AveragingStep):
     exact = True
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], groups: ModelGroups, rule: RobustAggregation | None = None
+        self, tensors: Sequence[Part], groups: ModelGroups, rule: RobustAggregation | None = None
     ) -> None:
         n = groups.size
         super().__init__(tensors, groups, None, None if rule is None else lambda total: padded(total, n))
@@ -95,7 +96,7 @@ class Differences(AveragingStep):
     ``q = Q(e)``, ``e -= q``, and all ranks go on from r (SparseLoCo, arXiv 2508.15706).
 
     Args:
-        tensors: The parameters.
+        tensors: The parameters, or pieces of them.
         groups: The model's process groups.
         outer: The outer optimizer.
         codec: Compresses the differences; None: they are sent in full (float32).
@@ -111,7 +112,7 @@ class Differences(AveragingStep):
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Part],
         groups: ModelGroups,
         outer: Outer,
         codec: Codec | None = None,

@@ -17,6 +17,7 @@ from trigram.algorithms.graphs import Graph
 from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
+from trigram.collectives.coalesced import Part
 from trigram.gpu import device, routes
 from trigram.mixing.step import AveragingStep
 from trigram.runtime.memory import empty
@@ -121,14 +122,14 @@ class Mix(AveragingStep):
     """``out = sum_j W_ij inp_j`` with the weights W of the graph (D-PSGD).
 
     Args:
-        tensors: The parameters, of one dtype.
+        tensors: The parameters, or pieces of them, of one dtype.
         groups: The model's process groups.
         graph: The neighbours of each rank, by step.
     """
 
     exact = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph) -> None:
+    def __init__(self, tensors: Sequence[Part], groups: ModelGroups, graph: Graph) -> None:
         super().__init__(tensors, groups)
         self.neighbours = Neighbours(graph, groups, self.inp)
 
@@ -156,7 +157,7 @@ class Choco(AveragingStep):
     needed, so two tensors are kept, whatever the number of neighbours.
 
     Args:
-        tensors: The parameters.
+        tensors: The parameters, or pieces of them.
         groups: The model's process groups.
         graph: Undirected, the same in all steps.
         codec: Q.
@@ -168,7 +169,7 @@ class Choco(AveragingStep):
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
+        self, tensors: Sequence[Part], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
     ) -> None:
         super().__init__(tensors, groups, torch.float32)
         self.neighbours = Neighbours(graph, groups, self.inp)
@@ -270,7 +271,7 @@ class Edges(AveragingStep):
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
+        self, tensors: Sequence[Part], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
     ) -> None:
         super().__init__(tensors, groups, torch.float32)
         self.neighbours = Neighbours(graph, groups, self.inp)
@@ -320,7 +321,7 @@ class PushSum(AveragingStep):
 
     exact = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph) -> None:
+    def __init__(self, tensors: Sequence[Part], groups: ModelGroups, graph: Graph) -> None:
         # One more value: the denominator.
         super().__init__(tensors, groups, torch.float32, lambda total: total + 1)
         self.neighbours = Neighbours(graph, groups, self.inp)

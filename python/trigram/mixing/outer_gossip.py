@@ -14,6 +14,7 @@ import torch
 from trigram.algorithms.graphs import Graph
 from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
+from trigram.collectives.coalesced import Part
 from trigram.mixing.central import Outer
 from trigram.mixing.gossip import Neighbours
 from trigram.mixing.step import AveragingStep
@@ -28,7 +29,7 @@ class OuterGossip(AveragingStep):
     after this rank's own step. With ``lr=1`` and ``momentum=0`` it is :class:`trigram.mixing.gossip.Mix`.
 
     Args:
-        tensors: The parameters.
+        tensors: The parameters, or pieces of them.
         groups: The model's process groups.
         graph: The neighbours of each rank, by averaging step.
         outer: The outer step's learning rate and momentum.
@@ -39,9 +40,7 @@ class OuterGossip(AveragingStep):
         part: What this rank sends in a step.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, outer: Outer
-    ) -> None:
+    def __init__(self, tensors: Sequence[Part], groups: ModelGroups, graph: Graph, outer: Outer) -> None:
         super().__init__(tensors, groups, torch.float32)
         self.neighbours = Neighbours(graph, groups, self.inp)
         self.exact = not any(t.dtype == torch.float64 for t in tensors)

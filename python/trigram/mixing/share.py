@@ -17,6 +17,7 @@ from trigram.averaging.exchange import Phases
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
+from trigram.collectives.coalesced import Part
 from trigram.mixing.central import weighted_mean
 from trigram.mixing.step import AveragingStep
 from trigram.runtime.memory import empty
@@ -28,7 +29,7 @@ class Share(AveragingStep):
     round, average all of them.
 
     Args:
-        tensors: The parameters, of one dtype.
+        tensors: The parameters, or pieces of them, of one dtype.
         groups: The model's process groups.
         share: The share of the values that one step averages, above 0 and up to 1; the stride is the integer
             next to its inverse.
@@ -40,7 +41,7 @@ class Share(AveragingStep):
 
     exact = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, share: float) -> None:
+    def __init__(self, tensors: Sequence[Part], groups: ModelGroups, share: float) -> None:
         self.groups = groups
         self.tensors = list(tensors)
         self.stride = max(1, round(1 / share))
@@ -76,7 +77,7 @@ class Share(AveragingStep):
     def _places(self) -> list[tuple[torch.Tensor, int, int, int]]:
         """Of each tensor with values in this step: it, the first of them, how many, and where they go."""
         found, before, into = [], 0, 0
-        for t in self.tensors:
+        for t in coalesced.now(self.tensors):
             at = (self.first - before) % self.stride
             count = len(range(at, t.numel(), self.stride))
             if count:

@@ -26,7 +26,7 @@ class AveragingStep(Exchange):
     ``start``, ``wait`` and, unless it always waits, ``ready``. See docs/extending.md.
 
     Args:
-        tensors: The parameters; all of one dtype, unless ``dtype`` is given.
+        tensors: The parameters, or pieces of them; all of one dtype, unless ``dtype`` is given.
         groups: The model's process groups.
         dtype: The dtype of ``inp`` and ``out``; None: that of the parameters.
         length: From the number of values of the parameters to the length of ``inp`` and ``out``, for padding;
@@ -39,17 +39,20 @@ class AveragingStep(Exchange):
         exact: Whether ``out`` may be assigned if the weights are still ``inp``.
         heals: Whether ``out`` replaces this rank's weights if they contain NaN or infinity: adding a
             difference to them cannot repair them.
+        takes_pieces: Whether an object of this class may have some rows of a parameter, so that fragments are
+            of equal size.
         agreed_on: Whether ``consensus`` has given all ranks the same weights since the last step.
     """
 
     exact = False
     heals = False
+    takes_pieces = False
     agreed_on = False
     is_awaited = True
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[coalesced.Part],
         groups: ModelGroups,
         dtype: torch.dtype | None = None,
         length: Callable[[int], int] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,12 +83,16 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
         if isinstance(wrapped.hooks, WeightSync):
             # Before the states are compared: others may wait for this rank in an averaging step.
             wrapped.hooks.drain(between_steps=True)
-        _agree(problem, problem or f"{state['algorithm']} {state['warming']}", wrapped.groups)
+        divided = "pieces" in state.get("carrier", ()) if not problem else False
+        _agree(problem, problem or f"{state['algorithm']} {state['warming']} {divided}", wrapped.groups)
         if proceeds:
             wrapped.proceed()
     if wrapped.hooks is not None and "carrier" in state:
         try:
-            _load(wrapped.hooks, state, wrapped.groups)
+            if isinstance(wrapped.hooks, WeightSync) and divided != ("pieces" in wrapped.hooks.state()):
+                _load_divided(model, wrapped, state, divided)
+            else:
+                _load(wrapped.hooks, state, wrapped.groups)
         except MisuseError:
             if proceeds:
                 with _kept_weights(model, wrapped, proceeds):
@@ -178,7 +183,8 @@ def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -
         before = hooks.state()
         layout = hooks.buckets.bucket_bytes, hooks.buckets.order
         problem = _take_layout(hooks, saved, state.get("bucket_bytes", hooks.buckets.bucket_bytes))
-    problem = problem or _difference(hooks.state(), saved, "")
+    here, there = ({k: v for k, v in of.items() if k != "pieces"} for of in (hooks.state(), saved))
+    problem = problem or _difference(here, there, "")
     try:
         _agree(problem, f"{saved.get('order')} {state.get('bucket_bytes')}", groups)
     except MisuseError:
@@ -191,6 +197,23 @@ def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -
         hooks.buckets.load_owed(state.get("owed", {}))
     if layout is not None and isinstance(hooks, GradientSync) and hooks.buckets.bucket_bytes != layout[0]:
         _rebuild(hooks, layout[0], hooks.buckets.order)
+
+
+def _load_divided(model: nn.Module, wrapped: WrappedModel, state: dict[str, Any], divided: bool) -> None:
+    """Loads a state of fragments that divide parameters, into hooks whose fragments do not, or the other way
+    round: the hooks begin again with fragments like those."""
+    algorithm, hooks = wrapped.algorithm, wrapped.hooks
+    assert hooks is not None
+    before = hooks.state()
+    options = replace(algorithm.options, pieces=divided)
+    try:
+        with _kept_weights(model, wrapped, proceeds=False):
+            begun = wrapped.restart(replace(algorithm, options=options))
+        _load(begun, state, wrapped.groups)
+    except MisuseError:
+        with _kept_weights(model, wrapped, proceeds=False):
+            wrapped.restart(algorithm).load(before)
+        raise
 
 
 def _take_layout(hooks: GradientSync, saved: dict[str, Any], bucket_bytes: int) -> str:

@@ -191,6 +191,21 @@ class WrappedModel:
         self.hooks.times.earlier = self.earlier_steps
         return self.hooks
 
+    def restart(self, algorithm: Algorithm) -> StepHooks:
+        """Begins the algorithm again with other options of the same; the caller has ended the averaging steps
+        under way."""
+        model, before = self.model(), self.hooks
+        assert model is not None and before is not None
+        earlier = self.earlier_steps
+        self.end()
+        self.algorithm, self.earlier_steps = algorithm, earlier
+        self.hooks = self._compose(model)
+        self.hooks.sync = before.sync
+        if isinstance(before.elastic, recovery.ElasticModel):
+            before.elastic.begins_again(f"{algorithm}{self.extras}", self.hooks)
+            self.hooks.elastic = before.elastic
+        return self.hooks
+
     @property
     def warming(self) -> bool:
         """Whether the warm-up has not ended yet."""

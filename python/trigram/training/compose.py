@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.sparse import sparse_parameters
 from trigram.codecs import find
+from trigram.collectives.coalesced import now
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.mixing.async_gossip import AsyncGossip
 from trigram.mixing.central import Differences, Mean, Outer
@@ -26,11 +28,11 @@ from trigram.mixing.outer_gossip import OuterGossip
 from trigram.mixing.quorum import QuorumSteps
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
+from trigram.training.fragments import Fragment, divide
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.gradients import compressors
 from trigram.training.model_checks import AveragedOptimizer
 from trigram.training.optimizer_kinds import check_state_dict, updates_values
-from trigram.training.pace import default_fragments
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
 from trigram.training.sharded.elastic.copied_parts import CopiedParts
@@ -94,9 +96,10 @@ def _compose(
     if algorithm.gradients:
         updates = FusedUpdates(optimizer) if options.fused else None
         return GradientSync(model, groups, bucket_bytes, compressors.of(algorithm, optimizer), updates)
-    make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
+    pieces = options.pieces and (algorithm.step is None or _takes_pieces(algorithm.step))
+    make = lambda weights: _schedule(weights, pieces, groups, algorithm, optimizer)  # noqa: E731
     of_mean = options.second_moment == "mean"
-    weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)
+    weights = WeightSync(model, groups, make, algorithm.in_step, of_mean, pieces)
     weights.times.asynchronous = algorithm.every is None
     if optimizer is not None and _averages_state(algorithm):
         weights.averaged = AveragedOptimizer(optimizer, f"{groups.name}: {type(model).__name__}")
@@ -156,109 +159,62 @@ def _averages_state(algorithm: Algorithm) -> bool:
 
 
 def _schedule(
-    tensors: list[list[torch.Tensor]], groups: ModelGroups, algorithm: Algorithm, optimizer: Any
+    weights: Fragment, pieces: bool, groups: ModelGroups, algorithm: Algorithm, optimizer: Any
 ) -> StepSchedule:
-    """The schedule (``when``) of the averaging steps."""
+    """The schedule (``when``) of the averaging steps; ``pieces``: parameters may be divided."""
     options = algorithm.options
     if algorithm.every is None:
         # A registered step may count on its calls being those of one averaging step after the other.
-        parts = _fragments(tensors, options.fragments or (None if algorithm.step is None else 1))
+        parts = divide(weights, options.fragments or (None if algorithm.step is None else 1), 0, pieces)
         if algorithm.kind != "gossip" or algorithm.step is not None:
             each = [_steps(part, groups, algorithm) for part in parts]
             return BackgroundSteps(each, groups, options.staleness, options.script)
         graph = graphs.find(algorithm.graph, groups.size)
         codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.block)
-        plain = codec is None and len(tensors) == 1
-        weights = [
-            AveragingStep([t for same in part for t in same], groups, None if plain else torch.float32)
-            for part in parts
-        ]
-        return AsyncGossip(weights, groups, graph, codec, options.staleness, options.script)
+        dtype = None if codec is None and len(weights) == 1 else torch.float32
+        snapshots = [AveragingStep([p for same in part for p in same], groups, dtype) for part in parts]
+        return AsyncGossip(snapshots, groups, graph, codec, options.staleness, options.script)
     if options.quorum is not None:
         assert algorithm.every is not None
-        one = AveragingStep([t for same in tensors for t in same], groups, torch.float32)
-        one.exact = all(same[0].dtype != torch.float64 for same in tensors)
+        one = AveragingStep([p for same in weights for p in same], groups, torch.float32)
+        one.exact = all(same[0].dtype != torch.float64 for same in weights)
         one.heals = groups.sample_weight is not None
         return QuorumSteps(one, groups, algorithm.every, options.quorum, options.grace)
-    fragments = [
-        _steps(part, groups, algorithm) for part in _fragments(tensors, options.fragments, algorithm.every)
-    ]
+    parts = divide(weights, options.fragments, algorithm.every, pieces)
+    fragments = [_steps(part, groups, algorithm) for part in parts]
     if optimizer is not None and _averages_state(algorithm):
         fragments[0].append(OptimizerState(groups, optimizer))
     return EverySteps(fragments, groups, algorithm.every, options.overlap, options.due)
 
 
-def _fragments(
-    tensors: list[list[torch.Tensor]], asked: int | None, every: int = 0
-) -> list[list[list[torch.Tensor]]]:
-    """The weights in fragments of about equal size, in the model's order; each a list per dtype.
-
-    Args:
-        tensors: The weights, a list per dtype.
-        asked: How many; None: as many as their size asks for, and the parameters allow.
-        every: Training steps that their number must divide; 0: any number will do.
-    """
-    if asked is None:
-        count = default_fragments(sum(t.numel() * t.element_size() for same in tensors for t in same))
-    else:
-        count = min(asked, 1 + sum(len(same) for same in tensors))  # one more than there can be
-    if count == 1:
-        return [tensors]
-    fragments = _divided(tensors, count)
-    if asked is None:
-        return [fragment for fragment in fragments if fragment]
-    if not all(fragments):
-        most = next(
-            few for few in range(count - 1, 0, -1) if every % few == 0 and all(_divided(tensors, few))
-        )
-        raise MisuseError(
-            f"with_bagua: fragments={asked} leaves fragments without a parameter, because a parameter is "
-            f"never divided and some are large; use fragments={most}"
-        )
-    return fragments
+def _takes_pieces(step: Callable[..., Any]) -> bool:
+    return getattr(step, "takes_pieces", False)
 
 
-def _divided(tensors: list[list[torch.Tensor]], count: int) -> list[list[list[torch.Tensor]]]:
-    """The weights in so many fragments, of which some may be empty."""
-    fragments: list[list[list[torch.Tensor]]] = [[] for _ in range(count)]
-    for same in tensors:
-        parts: list[list[torch.Tensor]] = [[] for _ in range(count)]
-        total, before = sum(t.numel() for t in same), 0
-        for t in same:
-            middle = before + t.numel() / 2
-            parts[min(count - 1, int(count * middle / max(1, total)))].append(t)
-            before += t.numel()
-        for fragment, part in zip(fragments, parts, strict=True):
-            if part:
-                fragment.append(part)
-    return fragments
-
-
-def _steps(
-    tensors: list[list[torch.Tensor]], groups: ModelGroups, algorithm: Algorithm
-) -> list[AveragingStep]:
+def _steps(fragment: Fragment, groups: ModelGroups, algorithm: Algorithm) -> list[AveragingStep]:
     """The averaging steps (``who`` and ``what``): one per dtype, or one for all dtypes in float32."""
     options, what = algorithm.options, algorithm.value.what
-    all_tensors = [t for same in tensors for t in same]
-    if algorithm.step is not None:
-        steps: list[AveragingStep] = [algorithm.step(same, groups, **algorithm.arguments) for same in tensors]
-        return steps
+    step = algorithm.step
+    if step is not None:  # of a user, whose class may look at its tensors
+        given = [same if _takes_pieces(step) else now(same) for same in fragment]
+        return [step(same, groups, **algorithm.arguments) for same in given]
+    parts = [part for same in fragment for part in same]
     if algorithm.kind == "push":
-        return [PushSum(all_tensors, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]
+        return [PushSum(parts, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]
     if what.startswith("share"):
-        return [Share(same, groups, float(what.partition(":")[2])) for same in tensors]
+        return [Share(same, groups, float(what.partition(":")[2])) for same in fragment]
     power = int(what.partition(":")[2]) if what.startswith("powersgd") else None
     codec = find(what, options.block) if what != "full" and power is None else None
     outer = Outer(options.outer_lr, options.outer_momentum)
     if algorithm.kind == "central":
         if codec is None and power is None and outer == Outer():
-            return [Mean(same, groups, algorithm.aggregation) for same in tensors]
+            return [Mean(same, groups, algorithm.aggregation) for same in fragment]
         rule = algorithm.aggregation
-        return [Differences(all_tensors, groups, outer, codec, power, rule, options.feedback)]
+        return [Differences(parts, groups, outer, codec, power, rule, options.feedback)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None and outer != Outer():
-        return [OuterGossip(all_tensors, groups, graph, outer)]
+        return [OuterGossip(parts, groups, graph, outer)]
     if codec is None:
-        return [Mix(same, groups, graph) for same in tensors]
+        return [Mix(same, groups, graph) for same in fragment]
     make = Edges if graph.changes else Choco
-    return [make(all_tensors, groups, graph.closure(), codec, options.gamma)]
+    return [make(parts, groups, graph.closure(), codec, options.gamma)]

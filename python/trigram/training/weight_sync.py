@@ -29,6 +29,7 @@ from trigram.runtime.group import Group
 from trigram.runtime.inference_mode import kept_tensors
 from trigram.training import adam_variance
 from trigram.training.boundaries import Boundaries
+from trigram.training.fragments import Fragment, of_model
 from trigram.training.model_changes import agree_on_change
 from trigram.training.model_checks import AveragedOptimizer
 from trigram.training.parameters import FrozenInTurn
@@ -47,11 +48,11 @@ class WeightSync(StepHooks):
     Args:
         model: The module.
         groups: The model's process groups.
-        make: Makes the schedule from the trained parameters, one list per dtype; called again when layers are
-            frozen or unfrozen.
+        make: Makes the schedule from the trained weights; called again when layers are frozen or unfrozen.
         in_step: Whether all ranks make an averaging step at the same training steps.
         of_mean: Whether Adam's second moments become those of the mean gradient, see
             :mod:`trigram.training.adam_variance`.
+        pieces: Whether parameters are divided between fragments.
 
     Attributes:
         tracker: The training steps, and which of them have had their boundary.
@@ -67,14 +68,16 @@ class WeightSync(StepHooks):
         self,
         model: nn.Module,
         groups: ModelGroups,
-        make: Callable[[list[list[torch.Tensor]]], StepSchedule],
+        make: Callable[[Fragment], StepSchedule],
         in_step: bool = True,
         of_mean: bool = False,
+        pieces: bool = True,
     ) -> None:
         self.running = job.here().part(RunningModels)
         self.make = make
         self.in_step = in_step
         self.of_mean = of_mean
+        self.pieces = pieces
         kind = type(model).__name__
         self.looks = WeightLooks(lambda: f"{groups.name}: the weights of {kind}")
         self.tracker = StepTracker(self.looks)
@@ -109,7 +112,7 @@ class WeightSync(StepHooks):
         self.trained = self.parameters.trained
         self.looks.begin(self.trained)
         with torch.no_grad():
-            self.schedule = self.make(coalesced.alike(coalesced.as_real(p) for p in self.trained))
+            self.schedule = self.make(of_model(self.trained))
 
     # Training steps.
 
@@ -395,7 +398,10 @@ class WeightSync(StepHooks):
 
     def state(self) -> dict[str, Any]:
         """The number of steps, and the state of the schedule."""
-        return {**super().state(), "seen": self.tracker.last, "rounds": self.schedule.state()}
+        state = {**super().state(), "seen": self.tracker.last, "rounds": self.schedule.state()}
+        # A state without the word is of a version that divided no parameter; its fragments may be others.
+        divided = self.pieces and len(getattr(self.schedule, "fragments", ())) > 1
+        return {**state, "pieces": True} if divided else state
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ from trigram.observe.timeline import timeline
 from trigram.runtime.group import Group
 from trigram.runtime.job import Job
 from trigram.runtime.memory import empty
-from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
+from trigram.runtime.world import init, is_initialized, is_spare, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
 from trigram.training.gradients.in_parts import clip_grad_norm_
 from trigram.training.qadam import QAdam
@@ -106,6 +106,7 @@ __all__ = [
     "gather",
     "init",
     "is_initialized",
+    "is_spare",
     "is_wrapped",
     "join",
     "launch",

@@ -134,7 +134,9 @@ class _Language(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head((self.embedding(tokens).to(torch.complex64) @ self.mixing.to(torch.complex64)).real)
+        out: Tensor = self.head(
+            (self.embedding(tokens).to(torch.complex64) @ self.mixing.to(torch.complex64)).real
+        )
         return out
 
 

@@ -282,6 +282,10 @@ BESIDE = {
         "not in elastic jobs",
         "tests/collectives/test_helpers.py",
     ),
+    "a spare rank, `trigram.init(elastic=True, spare=True)`": (
+        "what averages gradients and is not registered by the script; see the refusals below",
+        "tests/elastic/test_spares.py",
+    ),
     "GPU tensors, over NCCL, the host or both in two levels": (
         "all algorithms; what is special is in [gpu.md](gpu.md)",
         "tests/gpu/test_routes.py",

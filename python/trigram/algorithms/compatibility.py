@@ -40,6 +40,7 @@ Feature = Literal[
     "filters=",
     "modules with sparse=True",
     "elastic=True",
+    "init(spare=True)",
     "group=",
     "algorithm='auto'",
     "TRIGRAM_GRADIENTS",
@@ -216,6 +217,16 @@ REFUSALS = (
         "a pass that is repeated does not keep sparse gradients; create the modules with sparse=False",
     ),
     Refusal("elastic=True", "TRIGRAM_GRADIENTS", "ranks come and go; unset TRIGRAM_GRADIENTS"),
+    Refusal(
+        "init(spare=True)",
+        "an algorithm that averages weights",
+        "a spare follows the mean of gradients, in which it does not count; start it as an ordinary rank",
+    ),
+    Refusal(
+        "init(spare=True)",
+        "an average added with trigram.register",
+        "it need not be linear, so the zeros of a spare would count; start it as an ordinary rank",
+    ),
     Refusal(
         "trigram.join",
         "elastic=True",

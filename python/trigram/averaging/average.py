@@ -20,9 +20,12 @@ class Average(Exchange):
 
     Attributes:
         sent: Bytes that this rank sends in one averaging step.
+        leaves_out_silent: Whether it leaves out ``ModelGroups.silent()`` itself; else their zeros are in the
+            mean.
     """
 
     sent: int
+    leaves_out_silent = False
 
     def hold(self, views: Sequence[torch.Tensor]) -> None:
         """Names views into the tensor that this rank did not use, for the step that :meth:`start` starts

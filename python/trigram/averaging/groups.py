@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from trigram.algorithms.robust import RobustAggregation
@@ -53,6 +53,8 @@ class ModelGroups:
         levels: The groups of averages in two levels; None: no such average was made yet.
         interrupted: Elastic jobs only: returns True if this rank must stop to wait for a neighbour, because
             the ranks are about to regroup.
+        silent: Elastic jobs only: returns the places of the ranks that contribute nothing to the step under
+            way.
         joining: True while this rank joins an elastic job and has not received its weights.
         patient: Whether calls may take longer than ``op_timeout``, see :meth:`be_patient`.
         description: Names the model in log lines, see :meth:`describe`.
@@ -64,6 +66,7 @@ class ModelGroups:
         self.description: Callable[[], str] | None = None
         self.levels: Levels | None = None
         self.interrupted: Callable[[], bool] | None = None
+        self.silent: Callable[[], Collection[int]] = tuple
         self.joining = False
         self.aggregation: RobustAggregation | None = None
         self.sample_weight: SampleWeight | None = None

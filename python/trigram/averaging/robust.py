@@ -72,6 +72,8 @@ class RobustAverage(CodedAverage):
         centre: Where centred clipping starts, the same values on all ranks; None: at 0.
     """
 
+    leaves_out_silent = True
+
     def __init__(
         self,
         memory: torch.Tensor,
@@ -118,10 +120,13 @@ class RobustAverage(CodedAverage):
                 self.first.decode(code, self.rows[j], None, ranks[j])
             except CorruptError:
                 self.rows[j].fill_(torch.nan)  # so that this rank is left out and reported
+        counts = torch.ones(len(ranks), dtype=torch.bool)
+        counts[list(self.groups.silent())] = False  # their zeros are no gradients
         if self.centre is None:
             # The largest magnitude is NaN or infinite if any value is.
             finite = torch.linalg.vector_norm(self.rows, torch.inf, dim=1).isfinite()
-            kept = [row for row, keep in zip(self.rows, finite.tolist(), strict=True) if keep]
+            keep = (finite.cpu() & counts).tolist()
+            kept = [row for row, is_kept in zip(self.rows, keep, strict=True) if is_kept]
             if kept:
                 self.aggregation.combine(kept, self.mean)
         else:
@@ -129,8 +134,8 @@ class RobustAverage(CodedAverage):
             yield collectives.all_gather(
                 self.all_products, self.products, self.groups.second_phase, async_op=True
             )
-            finite = self._clip(self._owned_shard(self.centre))
-        if not bool(finite.any()):  # NaN, as a mean would be, if every rank is left out
+            finite = self._clip(self._owned_shard(self.centre), counts)
+        if not bool((finite.cpu() & counts).any()):  # NaN, as a mean would be, if every rank is left out
             self.mean.fill_(torch.nan)
         self._encode_mean(self.encoded_mean[: self.mean_bytes])
         self.encoded_mean[self.mean_bytes : self.mean_bytes + len(finite)] = ~finite
@@ -150,12 +155,12 @@ class RobustAverage(CodedAverage):
         """The shard of ``whole`` that this rank owns."""
         return whole.view(self.groups.size, -1)[self.groups.rank]
 
-    def _clip(self, centre: torch.Tensor) -> torch.Tensor:
+    def _clip(self, centre: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Clips: the inner products of all shards add up to those of the whole tensor. Returns which ranks'
-        values are finite; ``centre``: this rank's shard of it."""
+        values are finite; ``centre``: this rank's shard of it; ``counts``: which ranks do."""
         gram = self.all_products.sum(0).cpu()
         finite = gram.diagonal().isfinite()
-        kept = finite.nonzero().flatten().tolist()
+        kept = (finite & counts).nonzero().flatten().tolist()
         self.mean.copy_(centre)
         parts = robust.clipped(gram[kept][:, kept], self.aggregation.parameter, self.aggregation.iterations)
         for j, part in zip(kept, parts, strict=True):

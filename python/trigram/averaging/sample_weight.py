@@ -37,7 +37,7 @@ class SampleWeight:
 
     def __init__(self, given: float | Callable[[], float], group: Group) -> None:
         self.given = given
-        self.mine = 0.0
+        self.mine = self._own = 0.0
         self.pending = [0.0]
         self.local = torch.zeros(1, dtype=torch.float64, device="cpu")
         self.work: collectives.Work | None = None
@@ -105,17 +105,21 @@ class SampleWeight:
         if factor != 1.0:
             values.mul_(factor)
 
-    def begin_backward(self, idle: bool, again: bool = False) -> None:
+    def begin_backward(self, idle: bool, again: bool = False, counts: bool = True) -> None:
         """Starts the averaging step of one backward pass.
 
         Args:
             idle: This rank has no inputs left: its weight is 0.
             again: The pass is repeated after a rank was lost: its weight is that of the last pass.
+            counts: False: it weighs 0, and again its weight if it counts then: it is a spare.
         """
-        self.pending = [float(self.local[0]) if again else 0.0]
+        self.pending = [self._own if again else 0.0]
         self.last_call = self.group.core.next() + 1
         if not idle and not again:
             self.add_backward()
+        self._own = self.pending[0]
+        if not counts:
+            self.pending = [0.0]
         self.start_averaging()
 
     def load(self, pending: float | Sequence[float]) -> None:

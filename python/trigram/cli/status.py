@@ -18,6 +18,8 @@ _NAMES = {
     "silent": "silent, evicted",
     "refused": "refused",
     "joined": "joined",
+    "takes a place": "was a spare, counts now",
+    "is a spare again": "is a spare again",
 }
 """Events, and what is shown of them."""
 
@@ -59,6 +61,7 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
         "seconds_wasted": _number(found.get("wasted"), 0.0),
         "since": _number(found.get("began"), 0.0),
         "members": _ranks(found.get("ranks")),
+        "spares": _ranks(found.get("spares")),
         "joining": _ranks(found.get("joining")),
         "draining": _ranks(found.get("draining")),
         "events": [
@@ -80,6 +83,7 @@ def text(status: dict[str, Any], now: float) -> str:
     lines = [
         f"epoch     {status['epoch']}, led by rank {status['leader']}",
         f"members   {_listed(status['members'])}",
+        f"spares    {_listed(status['spares'])}",
         f"joining   {_listed(status['joining'])}",
         f"draining  {_listed(status['draining'])}",
         f"training  {training if status['model'] else 'none'}",

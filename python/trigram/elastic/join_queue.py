@@ -23,7 +23,7 @@ STATUS = "elastic/job_status"
 _REQUEST_COUNT = "elastic/join_requests"
 """The number of join requests so far; a new rank adds one."""
 _REQUEST = "elastic/join_request/{}"
-"""The new rank: its rank and its endpoint record (JSON)."""
+"""The new rank: its rank, its endpoint record and whether it is a spare (JSON)."""
 _HEARTBEAT = "elastic/heartbeat/{}"
 """The new rank, while it waits: a counter."""
 _ANSWER = "elastic/answer/{}"
@@ -71,7 +71,7 @@ def _parse_request(value: bytes | None) -> dict[str, Any] | None:
         return None
     if not isinstance(endpoint, str) or len(endpoint) > _LONGEST_ENDPOINT or not _HEX.fullmatch(endpoint):
         return None
-    return {"rank": rank, "endpoint": endpoint}
+    return {"rank": rank, "endpoint": endpoint, "spare": parsed.get("spare") is True}
 
 
 class JobWatch:
@@ -106,7 +106,7 @@ class JoinQueue:
         status: What the leader publishes, see :meth:`trigram.elastic.membership.Membership.status`.
         describe: Returns more of the job's status, which changes during an epoch.
         is_leader: Whether this rank is the leader.
-        pending: The requests that wait for admission, by their number: ``rank`` and ``endpoint`` each.
+        pending: The requests that wait for admission, by their number: ``rank``, ``endpoint`` and ``spare``.
         regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
             because a rank waits or is to leave; None: it has not asked. Only jobs whose ranks are not in step
             need it.
@@ -147,7 +147,7 @@ class JoinQueue:
             self._thread.join(0.5)
 
     def requests(self) -> list[dict[str, Any]]:
-        """The pending requests, each with ``id``, ``rank`` and ``endpoint``.
+        """The pending requests, each with ``id``, ``rank``, ``endpoint`` and ``spare``.
 
         A rank whose admission failed before comes alone and last, so that it holds up no other rank.
         """
@@ -244,12 +244,14 @@ class JoinRequest:
         store: The job's store.
         rank: This rank.
         endpoint: Its endpoint record: how other ranks connect to it.
+        spare: Whether it is a spare.
     """
 
-    def __init__(self, store: ReconnectingStore, rank: int, endpoint: bytes) -> None:
+    def __init__(self, store: ReconnectingStore, rank: int, endpoint: bytes, spare: bool = False) -> None:
         self.store = store
         self.id = int(store(lambda s: s.add(_REQUEST_COUNT, 1)) or 0)
-        store.put(_REQUEST.format(self.id), json.dumps({"rank": rank, "endpoint": endpoint.hex()}))
+        request = {"rank": rank, "endpoint": endpoint.hex(), "spare": spare}
+        store.put(_REQUEST.format(self.id), json.dumps(request))
         self._heartbeat, self._sent_at = 0, 0.0
 
     def answer(self) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from trigram.elastic.join_queue import (
     JoinRequest,
 )
 from trigram.elastic.membership import Membership
+from trigram.elastic.spares import Spares
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, world
 from trigram.runtime.group import Group
@@ -55,11 +57,19 @@ class Start:
         size: The number of ranks at the job's start.
         settings: How other ranks reach this one.
         op_timeout: The argument of ``init``, in seconds.
+        spare: Whether this rank is a spare.
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, size: int, settings: Settings, op_timeout: float | None
+        self,
+        store: dist.Store | None,
+        rank: int,
+        size: int,
+        settings: Settings,
+        op_timeout: float | None,
+        spare: bool = False,
     ) -> None:
+        self.spare = spare
         self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
         draining.check_settings()  # here, where all ranks are told
         asked = job.here().part(draining.Draining).is_asked
@@ -93,13 +103,16 @@ class Start:
             None,
             self.op_timeout,
         )
-        mine = Membership([], self.size, self.settings, self.queue, History(), newcomer=True)
+        spares = Spares(frozenset([self.rank] if self.spare else []))
+        mine = Membership([], self.size, self.settings, self.queue, History(), newcomer=True, spares=spares)
         engine = cast(_core.Engine, MissingEngine(self.rank))
         return World(engine, group, self.rank, self.size, self.op_timeout, elastic=mine)
 
-    def member(self) -> Membership:
+    def member(self, spares: Sequence[int]) -> Membership:
         """See :class:`trigram.runtime.world.ElasticStart`."""
-        mine = Membership(list(range(self.size)), self.size, self.settings, self.queue, History())
+        ranks = list(range(self.size))
+        known = Spares().with_members(ranks, spares)
+        mine = Membership(ranks, self.size, self.settings, self.queue, History(), spares=known)
         if self.queue is not None:
             self.queue.serve(self.rank == 0, mine.status())
         return mine
@@ -200,7 +213,8 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
         )
     store = watch.store
     rendezvous = _core.Rendezvous(now.rank, max(int(status["slots"]), now.rank + 1), *mine.settings)
-    request = JoinRequest(store, now.rank, rendezvous.endpoint_record())
+    is_spare = now.rank in mine.spares.ranks
+    request = JoinRequest(store, now.rank, rendezvous.endpoint_record(), is_spare)
     answer = _await_answer(request, watch, now.rank, end)
     if "refused" in answer:
         raise RefusedError(f"elastic: the job refused rank {now.rank}: {answer['refused']}")
@@ -221,8 +235,11 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
             epoch=answer["epoch"] - 1,
             newcomer=True,
             commits=answer["commits"],
+            spares=Spares(frozenset(answer["spares"]), answer["target"]),
         )
-        new = membership.build(engine, now, before, answer["ranks"], len(endpoints), answer["stateless"])
+        new = membership.build(
+            engine, now, before, answer["ranks"], len(endpoints), answer["stateless"], before.spares
+        )
         if store.wait(ADMITTED.format(request.id), _STEP_TIMEOUT, lambda: bool(engine.losses())) is None:
             raise TimeoutError(f"not all members confirmed the admission of rank {now.rank}")
     except TrigramError:

@@ -31,6 +31,7 @@ from trigram.collectives.consistency import listed
 from trigram.elastic.draining import Draining
 from trigram.elastic.history import History
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
+from trigram.elastic.spares import Spares
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TimeoutError, TrigramError
 from trigram.runtime import engine_codes, job, world
 from trigram.runtime.group import Group
@@ -80,6 +81,7 @@ class Membership:
         change_pending: A rank waits to join or is to leave; all members hold the same value.
         empty_regroups: How often in this epoch all members regrouped and admitted none, because the rank that
             waited had ended.
+        spares: The spares among them, and how many ranks train; the same on all members.
         stateless: Members that have no training state yet: they do not count in a quorum.
         reachable_groups: The groups of reachable members made in this epoch, by their ranks.
     """
@@ -94,17 +96,30 @@ class Membership:
     commits: int = 0
     change_pending: bool = False
     empty_regroups: int = 0
+    spares: Spares = field(default_factory=Spares)
     stateless: frozenset[int] = frozenset()
     reachable_groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
 
+    def training(self) -> list[int]:
+        """See :class:`trigram.runtime.job.Membership`."""
+        return self.spares.training(self.ranks)
+
+    def idle(self) -> list[int]:
+        """The spares that do not count now, ascending."""
+        return self.spares.idle(self.ranks)
+
+    def place(self, rank: int) -> int:
+        """See :class:`trigram.runtime.job.Membership`."""
+        return [*self.training(), *self.idle()].index(rank) if self.ranks else -1
+
     def leave(self) -> None:
-        """See :class:`trigram.runtime.world.Membership`."""
+        """See :class:`trigram.runtime.job.Membership`."""
         if self.queue is not None:
             self.queue.close()
 
     def status(self) -> dict[str, Any]:
         """What a rank must know of the job before it sends a join request."""
-        status = {"epoch": self.epoch, "slots": self.slots, "ranks": self.ranks}
+        status = {"epoch": self.epoch, "slots": self.slots, "ranks": self.ranks, "spares": self.idle()}
         return status | {"empty_regroups": self.empty_regroups, "transport": self.settings[2]}
 
 
@@ -369,12 +384,15 @@ def _connect_epoch(
     ranks = sorted([*stay, *joining])
     newcomers = [r for r, row in zip(group.ranks, known, strict=True) if row[0] and r in stay]
     stateless = sorted([*joining, *newcomers])
+    spares = mine.spares.with_members(ranks, [r for r, request in joining.items() if request["spare"]])
     queue = mine.queue if group.rank == 0 else None  # the leader answers
     if queue is not None:
         answer = {
             "epoch": mine.epoch + 1,
             "ranks": ranks,
             "stateless": stateless,
+            "spares": sorted(spares.ranks),
+            "target": spares.target,
             "commits": int(known[:, 1].max()),
             "endpoints": [e.hex() for e in endpoints],
         }
@@ -395,7 +413,7 @@ def _connect_epoch(
     if now.rank not in stay:
         return None
     engine = rendezvous.connect(verdicts, _CONNECT_TIMEOUT, now.engine)
-    return build(engine, now, mine, ranks, slots, stateless)
+    return build(engine, now, mine, ranks, slots, stateless, spares)
 
 
 def _await_next_epoch(group: Group) -> None:
@@ -426,6 +444,7 @@ def build(
     ranks: list[int],
     slots: int,
     stateless: Sequence[int],
+    spares: Spares,
 ) -> World:
     """The world of a newly connected engine; returns when all of its ranks have called this."""
     name = f"world, epoch {mine.epoch + 1}"
@@ -442,6 +461,7 @@ def build(
         mine.epoch + 1,
         mine.newcomer,
         mine.commits,
+        spares=spares,
         stateless=frozenset(stateless),
     )
     return World(engine, group, now.rank, slots, now.op_timeout, elastic=after)
@@ -504,6 +524,11 @@ def _note(prepared: PreparedWorld, old: World, mine: Membership) -> None:
         mine.history.add(mine.epoch, what, [r for r in gone if losses.get(r, "dead") == what])
     mine.history.add(mine.epoch, "asked to leave", leave)
     mine.history.add(mine.epoch, "joined", [r["rank"] for r in prepared.decision["requests"]])
+    after = prepared.world.elastic
+    assert isinstance(after, Membership)
+    idle, counts = after.idle(), after.training()
+    mine.history.add(mine.epoch, "takes a place", [r for r in mine.idle() if r in counts])
+    mine.history.add(mine.epoch, "is a spare again", [r for r in idle if r in mine.training()])
 
 
 def _result(

@@ -146,6 +146,7 @@ class ElasticModel:
         self.hooks = hooks
         self.in_step = hooks.in_step
         groups.interrupted = self.is_called
+        groups.silent = self._silent_places
         # Now, not when the first rank joins: what cannot be sent is an error at the start of the job.
         serialization.pack(
             [s.state_dict() for s in self.states], "with_bagua: elastic=True, optimizer and states"
@@ -164,6 +165,21 @@ class ElasticModel:
     def newcomer(self) -> bool:
         """Whether this rank has not received the training state yet."""
         return self.receiving is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank is a spare that contributes nothing to the step under way."""
+        present, mine = current()
+        return present.rank in mine.idle()
+
+    @property
+    def silent(self) -> list[int]:
+        """World ranks that contribute nothing to the step under way: those that joined, and spares."""
+        return sorted({*self.newcomers, *current()[1].idle()})
+
+    def _silent_places(self) -> list[int]:
+        ranks = self.groups.control.ranks
+        return [ranks.index(r) for r in self.silent]
 
     def renew(self, group: Group, change: MembershipChange, fresh: bool = False) -> None:
         """Continues in a new epoch, and starts to send the training state to new ranks. All members call it.
@@ -197,9 +213,10 @@ class ElasticModel:
         self.hooks.follow(meta, self)
 
     def first_with_state(self) -> int:
-        """The first place in the group whose rank has the training state."""
-        ranks = self.groups.control.ranks
-        return next(i for i, rank in enumerate(ranks) if rank not in self.newcomers)
+        """The first place in the group whose rank has the training state, and counts if one does."""
+        ranks, silent = self.groups.control.ranks, self.silent
+        first = (i for i, rank in enumerate(ranks) if rank not in silent)
+        return next(first, next(i for i, rank in enumerate(ranks) if rank not in self.newcomers))
 
     def describe(self) -> dict[str, Any]:
         """What changes in the job's status while an epoch lasts; any thread may call it."""
@@ -486,13 +503,16 @@ def is_newcomer() -> bool:
     return current()[1].newcomer
 
 
-def join_job() -> None:
-    """Makes this process a member of its elastic job; calls ``init(elastic=True)`` if nothing has called
-    ``init``.
+def has_spares() -> bool:
+    """Whether a rank of the job, as far as this one knows, was started as a spare."""
+    return bool(current()[1].spares.ranks)
+
+
+def enter_job() -> None:
+    """Calls ``init(elastic=True)`` if nothing has called ``init``.
 
     Raises:
         MisuseError: ``init`` was called without ``elastic=True``.
-        TimeoutError, AuthError, ConfigError: See :func:`trigram.elastic.joining.join`.
     """
     if not world.is_initialized():
         world.init(elastic=True)
@@ -500,11 +520,14 @@ def join_job() -> None:
         raise MisuseError(
             "with_bagua: elastic=True needs trigram.init(elastic=True) at the start of the script"
         )
-    _join_if_late()
 
 
-def _join_if_late() -> None:
-    """Makes a rank that has started late a member."""
+def join_job() -> None:
+    """Makes a rank that has started late a member of its elastic job.
+
+    Raises:
+        TimeoutError, AuthError, ConfigError: See :func:`trigram.elastic.joining.join`.
+    """
     if not joining.must_join():
         return
     joining.join()
@@ -537,7 +560,9 @@ def _broadcast(value: Any, src: int, group: Group) -> Any:
 def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
     """The change, with the new ranks that all members name in the new epoch. All of them call it."""
     newcomers = ranks_that(newcomer, group)
-    source = min(r for r in group.ranks if r not in newcomers)
+    # A spare has the time to send its state.
+    idle = current()[1].idle()
+    source = min((r for r in group.ranks if r not in newcomers), key=lambda r: (r not in idle, r))
     return MembershipChange(newcomers, source, commit, True, behind)
 
 
@@ -589,6 +614,7 @@ def _recover(boundary: bool, complete: bool) -> MembershipChange:
             logs.warning(
                 f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
                 + (f"; {listed(change.newcomers)} joined" if change.newcomers else "")
+                + (f"; {listed(mine.idle())} spare" if mine.idle() else "")
             )
             return _answered(replace(change, drained=drained), now.group)
         except TrigramError as e:
@@ -652,7 +678,7 @@ def public_recover() -> Group:
             "recover: the job is not elastic; call trigram.init(elastic=True) at the start of the script"
         )
     if joining.must_join():
-        _join_if_late()
+        join_job()
         _, mine = current()
         if not job.here().part(_Models).models:
             mine.newcomer = False

@@ -99,6 +99,8 @@ class Request:
     def ranks(self) -> Group:
         """The ranks that train the model; a rank that is late for its elastic job joins it."""
         if self.elastic is not False:
+            recovery.enter_job()
+            check_elastic(self.algorithm)  # before this rank joins as a spare
             recovery.join_job()
         return resolve(self.group)
 
@@ -114,6 +116,8 @@ class Request:
         extras.check(chosen, ranks.size)
         features = compatibility.features(chosen) | extras.features() | _of_model(model, extras.ignore)
         compatibility.check(f"algorithm {chosen.name!r}", features)
+        if self.elastic is not False:
+            check_elastic(chosen)  # with the spares that it has found there
         # More ranks may join an elastic job.
         check_modules(model, ranks.size if self.elastic is False else 2)
         _check_shared(model, extras.ignore)
@@ -162,6 +166,15 @@ def request(
     return Request(
         find(algorithm, options), extras, optimizer, group, bucket_mb, elastic, automatic, measured
     )
+
+
+def check_elastic(chosen: Algorithm) -> None:
+    """Raises if an algorithm does not go with this elastic job, as far as this rank knows its spares."""
+    features = compatibility.features(chosen)
+    features.add("elastic=True")
+    if recovery.has_spares():
+        features.add("init(spare=True)")
+    compatibility.check(f"algorithm {chosen.name!r}", features)
 
 
 def check_copies(chosen: Algorithm, elastic: bool) -> None:

@@ -15,7 +15,7 @@ from trigram.collectives.consistency import listed, ranks_that
 from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
-from trigram.model.request import Request, check_copies, request
+from trigram.model.request import Request, check_copies, check_elastic, request
 from trigram.model.shards import collect, give_back
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
@@ -243,6 +243,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
             "switch: an elastic job keeps a sharded optimizer, and gets none later, because ranks that join "
             "call with_bagua with one algorithm; choose it there"
         )
+    if wrapped.states is not None:
+        check_elastic(chosen)
     check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):

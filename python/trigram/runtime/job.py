@@ -44,6 +44,12 @@ class Membership(Protocol):
 
     ranks: list[int]
 
+    def place(self, rank: int) -> int:
+        """What ``trigram.rank`` says on a member; -1 before it is one."""
+
+    def training(self) -> list[int]:
+        """World ranks of the present members that count, ascending: all but spares."""
+
     def leave(self) -> None:
         """Leaves the job: this rank no longer answers join requests."""
 

@@ -33,6 +33,7 @@ HANDSHAKE_TIMEOUT = 60.0
 _TELL_SECONDS = 30.0
 """How long a rank whose arguments are wrong looks for the store, to tell the others."""
 
+_WORKER, _HELPER, _SPARE = b"w", b"h", b"s"
 _BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
@@ -62,12 +63,14 @@ class ElasticStart(Protocol):
     def late_world(self) -> World:
         """The world of a late rank: without connections, and replaced when the rank joins."""
 
-    def member(self) -> Membership:
-        """The membership of a rank that has been present since the start of the job."""
+    def member(self, spares: Sequence[int]) -> Membership:
+        """The membership of a rank that has been present since the start of the job; ``spares``: all of
+        them."""
 
 
-StartElastic = Callable[[dist.Store, int, int, Settings, float | None], ElasticStart]
-"""From the store, rank, world size, settings and op_timeout to the start of an elastic job."""
+StartElastic = Callable[[dist.Store, int, int, Settings, float | None, bool], ElasticStart]
+"""From the store, rank, world size, settings, op_timeout, and whether this rank is a spare, to the start of
+an elastic job."""
 
 _START_ELASTIC: list[StartElastic] = []
 
@@ -104,16 +107,28 @@ def replace(new: World) -> None:
 
 def rank() -> int:
     """This rank, from 0. In an elastic job, its index among the present members; -1 before a late rank has
-    joined, and when this one has left because it was asked to."""
+    joined, and when this one has left because it was asked to. A spare that does not count has a number from
+    :func:`world_size` on."""
     if job.here().let_go:
         return -1
     now = current()
-    return now.rank if now.elastic is None else now.group.rank
+    return now.rank if now.elastic is None else now.elastic.place(now.rank)
 
 
 def world_size() -> int:
-    """The number of ranks, without helpers; 0 when this rank has left because it was asked to."""
-    return 0 if job.here().let_go else current().group.size
+    """The number of ranks that train: without helpers, and without spares that do not count; 0 when this rank
+    has left because it was asked to."""
+    if job.here().let_go:
+        return 0
+    now = current()
+    return now.group.size if now.elastic is None or not now.elastic.ranks else len(now.elastic.training())
+
+
+def is_spare() -> bool:
+    """Whether this rank trains along and does not count: a spare (``init(spare=True)``) that takes no place
+    of another rank now."""
+    now = current()
+    return now.elastic is not None and bool(now.elastic.ranks) and now.rank not in now.elastic.training()
 
 
 def current() -> World:
@@ -264,6 +279,7 @@ def init(
     iface: str | None = None,
     elastic: bool = False,
     helper: bool = False,
+    spare: bool | None = None,
 ) -> Group:
     """Joins this process to the job. ``with_bagua`` and the collectives call it if it has not been called.
 
@@ -290,6 +306,9 @@ def init(
             bandwidth of its link allows, and ``init`` returns when one of them has left. Helpers must be the
             last ranks. They help the first model that uses ``gradient_allreduce``, if there are three or more
             workers.
+        spare: In an elastic job: this rank trains along with the others and does not count, until one of
+            them is gone, whose place it takes at once, see docs/elastic.md. It is one of the ``world_size``.
+            None: whether ``TRIGRAM_SPARE`` is 1.
 
     Returns:
         The group of all ranks except helpers.
@@ -306,7 +325,7 @@ def init(
         if mine.world is not None and mine.world.elastic is None:
             job.refuse_another(rank, mine.world.rank)
         if mine.world is None:
-            _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper)
+            _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper, spare)
             mine.let_go = False
             mine.begin()
         assert mine.world is not None
@@ -335,13 +354,14 @@ def _start(
     iface: str | None,
     elastic: bool,
     helper: bool,
+    spare: bool | None,
 ) -> None:
     """Makes the world of a job; the other arguments are those of ``init``."""
     _core.check_process()  # before it registers as a rank
     logs.start()
     deadline = time.monotonic() + init_timeout
     try:
-        limit, transport = _limit(op_timeout), _checked(elastic, helper)
+        limit, transport, kind = _limit(op_timeout), _checked(elastic, helper), _kind(elastic, helper, spare)
     except Exception as wrong:
         _tell(mine, wrong, store, rank, world_size, init_timeout)
         raise
@@ -352,13 +372,13 @@ def _start(
     mine.unfinished = gather
     try:
         if elastic:
-            start = _START_ELASTIC[0](store, rank, world_size, settings, limit)
+            start = _START_ELASTIC[0](store, rank, world_size, settings, limit, kind == _SPARE)
             gather.late = start.is_late
             start.find_out()
         del store
         while True:
             try:
-                engine, everyone, records = _connect(gather, settings, helper)
+                engine, everyone, records = _connect(gather, settings, kind)
                 break
             except AgainError:
                 gather.begin()
@@ -377,7 +397,13 @@ def _start(
         gather.fail(error)
         raise
     # This may raise, and the rank that serves the store must not end while others read from it: so only now.
-    workers = _workers([record[:1] == b"h" for record in records])
+    workers = _workers([record[:1] == _HELPER for record in records])
+    spares = [rank for rank, record in enumerate(records) if record[:1] == _SPARE]
+    if len(spares) == workers:
+        raise MisuseError(
+            f"init: all {workers} ranks are spares (spare=True, or TRIGRAM_SPARE=1), so none would count; at "
+            "least one rank must not be a spare"
+        )
     if workers == world_size:
         group = Group("world", range(workers), everyone, limit)
         world = mine.world = World(engine, group, rank, world_size, limit)
@@ -390,18 +416,18 @@ def _start(
         if helper:
             world.aided.help()
     if start is not None:
-        world.elastic = start.member()
+        world.elastic = start.member(spares)
     world.store = kept if asks(TOP) or len(set(engine.hosts)) > 1 else None
     world.name = hashlib.sha256(b"".join(records)).hexdigest()[:16]
 
 
 def _connect(
-    gather: StoreGather, settings: Settings, helper: bool
+    gather: StoreGather, settings: Settings, kind: bytes
 ) -> tuple[_core.Engine, _core.Group, list[bytes]]:
     """Connects this rank with the others; returns the engine, the group of all ranks and their records."""
     rank, size, deadline = gather.rank, gather.size, gather.deadline
     rendezvous = _core.Rendezvous(rank, size, *settings)
-    records = gather.all_gather((b"h" if helper else b"w") + rendezvous.endpoint_record())
+    records = gather.all_gather(kind + rendezvous.endpoint_record())
     limit = min(max(deadline - time.monotonic(), 0.1), HANDSHAKE_TIMEOUT)
     accepted = rendezvous.handshake([record[1:] for record in records], limit, gather.look)
     verdicts = [v == b"yes" for v in gather("handshake", b"yes" if accepted else b"no")]
@@ -452,6 +478,26 @@ def _tell(
         found, rank, size, _ = find_store(store, rank, world_size, deadline)
         mine.unfinished = StoreGather(found, rank, size, deadline)
         mine.unfinished.fail(wrong)
+
+
+def _kind(elastic: bool, helper: bool, spare: bool | None) -> bytes:
+    """What this rank tells the others that it is: one byte before its endpoint record.
+
+    Raises:
+        ConfigError: ``TRIGRAM_SPARE`` is wrong.
+        MisuseError: A spare needs an elastic job.
+    """
+    text = os.environ.get("TRIGRAM_SPARE", "0")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"TRIGRAM_SPARE={text!r} is invalid; set it to 0 or 1")
+    if not (text == "1" if spare is None else spare):
+        return _HELPER if helper else _WORKER
+    if not elastic:
+        raise MisuseError(
+            "init: a spare (spare=True, or TRIGRAM_SPARE=1) takes the place of a lost rank, which needs "
+            "elastic=True"
+        )
+    return _SPARE
 
 
 def _checked(elastic: bool, helper: bool) -> str:

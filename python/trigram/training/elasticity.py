@@ -18,7 +18,7 @@ class Elasticity(Protocol):
     Attributes:
         can_redo: Whether the averages of a backward pass may be repeated, so that training keeps a backup of
             the gradients.
-        newcomers: World ranks that joined and contribute nothing to the step under way.
+        newcomers: World ranks that joined and have no state before the end of the step under way.
     """
 
     can_redo: bool
@@ -30,6 +30,14 @@ class Elasticity(Protocol):
     @property
     def newcomer(self) -> bool:
         """Whether this rank has joined and not received the job's state yet."""
+
+    @property
+    def silent(self) -> Sequence[int]:
+        """World ranks that contribute nothing to the step under way: those that joined, and spares."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank is a spare that contributes nothing to the step under way."""
 
     def before_step(self, prepare: Callable[[int], None], src: int) -> None:
         """Calls ``prepare`` with the group rank whose buffers count, usually ``src``."""
@@ -62,6 +70,8 @@ class FixedRanks:
     can_redo = False
     newcomer = False
     newcomers: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    is_idle = False
 
     def before_step(self, prepare: Callable[[int], None], src: int) -> None:
         """See :class:`Elasticity`."""

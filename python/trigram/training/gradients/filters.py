@@ -15,7 +15,6 @@ from trigram.averaging.gradient_filter import GradientBucket, GradientFilter, Vi
 from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.errors import MisuseError
-from trigram.training.elasticity import Elasticity
 from trigram.training.fidelity import Fidelity
 from trigram.training.gradients.buckets import Bucket
 
@@ -132,24 +131,32 @@ class Compared(GradientFilter):
         self.fidelity.end()
 
 
-class Joining(GradientFilter):
-    """Ranks that join contribute nothing to the step under way, and the mean is over the others."""
-
-    def __init__(self, elastic: Elasticity, ranks: int, weighted: bool) -> None:
-        self.elastic, self.ranks, self.weighted = elastic, ranks, weighted
+class Nothing(GradientFilter):
+    """This rank contributes nothing to the step under way: it joins, or is a spare."""
 
     def before(self, bucket: GradientBucket) -> None:
-        """This rank has no gradients."""
-        if self.elastic.newcomer:
-            mine = cast(Bucket, bucket)
-            mine.memory.zero_()
-            mine.unused = list(range(len(mine.params)))
+        """It has no gradients."""
+        mine = cast(Bucket, bucket)
+        mine.memory.zero_()
+        mine.unused = list(range(len(mine.params)))
+
+
+class Counted(GradientFilter):
+    """The mean is over the ranks that contribute.
+
+    Args:
+        ranks: All of them.
+        silent: How many contribute nothing.
+    """
+
+    def __init__(self, ranks: int, silent: int) -> None:
+        self.factor = ranks / (ranks - silent)
 
     def averaged(self, buckets: Sequence[GradientBucket]) -> None:
-        """With sample weights, these ranks weigh nothing."""
-        if self.elastic.newcomers and not self.weighted:
-            for bucket in buckets:
-                cast(Bucket, bucket).memory.mul_(self.ranks / (self.ranks - len(self.elastic.newcomers)))
+        """The mean is over all; a robust average has left these ranks out."""
+        for bucket in buckets:
+            if not cast(Bucket, bucket).average.leaves_out_silent:
+                cast(Bucket, bucket).memory.mul_(self.factor)
 
 
 class Silent(GradientFilter):

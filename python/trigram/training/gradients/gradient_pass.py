@@ -162,7 +162,8 @@ class GradientPass:
         if hooks.fidelity is not None:
             hooks.fidelity.begin(hooks.since, comparable=hooks.join is None and weight is None)
         if weight is not None:
-            weight.begin_backward(self.idle or hooks.elastic.newcomer, self.redoing)
+            idle = self.idle or hooks.elastic.newcomer
+            weight.begin_backward(idle, self.redoing, not hooks.elastic.is_idle)
         # Last: those of the script may raise, and then the calls that were made here are aborted.
         for passed in self.filters:
             passed.pass_begins()
@@ -204,10 +205,11 @@ class GradientPass:
         """What the gradients go through, in order; only what this model asks for. The averages go the way
         back."""
         hooks, groups, weight = self.hooks, self.groups, self.groups.sample_weight
+        elastic = hooks.elastic
         found: list[GradientFilter] = []
         # The script's own come first: to the others, what they leave is what backward has computed. A rank
         # that contributes nothing has no gradients.
-        if not (self.idle or hooks.elastic.newcomer):
+        if not (self.idle or elastic.newcomer):
             found += [filters.OfScript(own, self.redoing) for own in groups.filters]
         # These look at what this rank has computed, before anything is made of it.
         if hooks.probe is not None:
@@ -216,17 +218,23 @@ class GradientPass:
             found.append(filters.Compared(hooks.fidelity))
         # Before the check, which is to find nothing in what does not count; and before the algorithm, whose
         # residuals must not get a NaN.
-        if hooks.elastic.can_redo:
-            found.append(filters.Joining(hooks.elastic, groups.size, weight is not None))
-        if weight is not None:
+        if elastic.newcomer:
+            found.append(filters.Nothing())
+        if weight is not None and not elastic.is_idle:
             found.append(filters.Silent(weight))
         if groups.non_finite_check is not None:
             elsewhere = [hooks.params[i] for i in hooks.sparse]
             found.append(filters.Finite(groups.non_finite_check, elsewhere, weight))
         # Averages that are repeated begin here, from what the backup has: all that follows is made again.
         self._kept_after = len(found)
-        if hooks.elastic.can_redo:
+        if elastic.can_redo:
             found.append(filters.Through(partial(hooks.backup.keep, params=hooks.params)))
+        # After the backup: if a rank is lost, a spare takes its place with the gradients that it has.
+        if elastic.is_idle:
+            found.append(filters.Nothing())
+        # With sample weights, ranks that contribute nothing weigh nothing.
+        if elastic.silent and weight is None:
+            found.append(filters.Counted(groups.size, len(elastic.silent)))
         found.append(filters.Through(partial(self.buckets.compressor.before_send, params=hooks.params)))
         # A momentum is of the gradients as they are, so weights come after it.
         if weight is not None:

@@ -58,7 +58,7 @@ class Setting:
         self.optimizer = torch.optim.Adam(model.parameters(), 1e-3)
         self.model = wrapped(name, model, self.optimizer)
         self.late = args.slow / 1e3 if int(os.environ["RANK"]) == args.hosts - 1 else 0.0
-        self.at = 0
+        self.at, self.autocast = 0, args.autocast
 
     def state(self) -> str:
         """What auto does now; "": the setting does not choose."""
@@ -73,7 +73,9 @@ class Setting:
             rows = (torch.arange(4) + 4 * (self.at * group.size + group.rank)) % len(data.x)
             self.optimizer.zero_grad()
             time.sleep(self.late)  # as a slower processor would, without keeping this one busy
-            workloads.loss_of(self.model, data.x[rows], data.y[rows]).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                loss = workloads.loss_of(self.model, data.x[rows], data.y[rows])
+            loss.backward()
             self.optimizer.step()
             self.at += 1
         mine = int(1e9 * (time.perf_counter() - began) / steps)
@@ -127,6 +129,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="of turns")
     parser.add_argument("--steps", type=int, default=8, help="of a turn")
     parser.add_argument("--width", type=int, default=240)
+    parser.add_argument("--autocast", action="store_true", help="steps under torch.autocast(bfloat16)")
     parser.add_argument("--settings", default=SETTINGS)
     parser.add_argument("--out", type=Path, default=Path("auto-out.json"))
     args = parser.parse_args()

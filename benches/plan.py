@@ -25,7 +25,7 @@ import trigram
 from trigram.algorithms.parse import find
 from trigram.cli import workloads
 from trigram.plan import measuring
-from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines, Tensor
+from trigram.plan.inputs import CodecCost, Compute, Costs, ExactCodes, Job, Machines, Tensor
 from trigram.plan.step import predict
 
 METHODS = (
@@ -63,8 +63,12 @@ def job_of(given: dict[str, Any]) -> Job:
     return Job(
         Compute(**given["compute"] | {"tensors": tensors}),
         Machines(**given["machines"] | {"rates": tuple(given["machines"]["rates"])}),
-        Costs(**given["costs"] | {"codecs": codecs}),
+        Costs(**given["costs"] | {"codecs": codecs, "exact": _exact(given["costs"].get("exact"))}),
     )
+
+
+def _exact(given: dict[str, Any] | None) -> ExactCodes | None:
+    return given and ExactCodes(**given | {"cost": CodecCost(**given["cost"])})
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from trigram.model import auto
 from trigram.model.wrapped import lookup
 from trigram.plan import choice, measuring, settle
 from trigram.plan.choice import Decision
-from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
+from trigram.plan.inputs import CodecCost, Compute, Costs, ExactCodes, Job, Machines
 from trigram.plan.settle import Proposal, Settings, Verdict
 
 CASES = Cases()
@@ -65,6 +66,17 @@ def test_a_size_of_buckets_is_worth_a_trial_for_less_than_what_changes_numbers()
     assert settle.judge(blocks, settle.enough("exact")).confirmed
     assert not settle.judge(blocks, settle.enough("close")).confirmed
     assert not settle.judge([[100, 98, 100, 98]], settle.enough("exact")).confirmed
+
+
+def test_exact_codes_are_proposed_where_they_gain() -> None:
+    """The link is slower than the coding, and gradients are sixteen bits in disguise."""
+    cost = CodecCost(1e-9, 1e-9, 1e-9)
+    now = Decision("gradient_allreduce", {}, 4.0)
+    for own, rate, gains in ((1.4, 12e6, True), (4.1, 12e6, False), (1.4, 12e9, False)):
+        of = job(20_000_000, 0.4, rate)
+        of = replace(of, costs=replace(of.costs, exact=ExactCodes(own, 4.0, cost)))
+        found = [p.decision.algorithm for p in settle.propose(of, now, "exact").first]
+        assert ("lossless" in found) == gains, (own, rate, found)
 
 
 def test_more_freedom_proposes_more() -> None:
@@ -170,6 +182,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 EXACT = Proposal(Decision("gradient_allreduce", {}, 0.02), "exact", 0.2)
+LOSSLESS = Proposal(Decision("lossless", {}, 0.02), "exact", 0.2)
 CLOSE = Proposal(Decision("bytegrad", {}, 0.02), "close", 0.2)
 TOPK = Proposal(Decision("topk", {}, 0.004), "different", 0.2)
 
@@ -225,6 +238,35 @@ def a_trial_changes_no_bit(rank: int, world: int, micro: int) -> None:
     assert len(counts) == 2, counts
     assert len(tuner(model).trials) == 1
     equal(weights(model), weights(twin), "after a trial")
+
+
+@CASES
+def exact_codes_change_no_bit(rank: int, world: int) -> None:
+    """What was seen of the gradients of this training is measured; then its codes are tried, and taken."""
+    model, optimizer = start("auto", after=0)
+    twin, other = start("gradient_allreduce")
+    seen: list[Job | str] = []
+    measure = tuner(model)._measure
+
+    def measured() -> str:
+        seen.append(measure())
+        return "only the measurement is wanted"
+
+    tuner(model)._measure = measured  # type: ignore[method-assign]
+    steps(model, optimizer, rank, 0, auto.FIRST + 2)
+    [of] = seen
+    assert isinstance(of, Job) and of.costs.exact is not None and 2.5 < of.costs.exact.own < 4.1
+    tuner(model)._begin_trials([LOSSLESS])
+    used = set()
+    for step in range(auto.FIRST + 2, auto.FIRST + 2 + ROUND):
+        steps(model, optimizer, rank, step, 1)
+        used.add(trigram.stats(model)["algorithm"])
+    assert used == {"gradient_allreduce", "lossless"}
+    take(model, LOSSLESS)
+    steps(model, optimizer, rank, 2 + ROUND + auto.FIRST, 4)
+    assert trigram.stats(model)["algorithm"] == "lossless" and tuner(model).safe == LOSSLESS.decision
+    steps(twin, other, rank, 0, auto.FIRST + 2 + ROUND + 4)
+    equal(weights(model), weights(twin), "with exact codes")
 
 
 @CASES.over(True, False)

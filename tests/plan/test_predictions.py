@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import trigram
 from trigram import _core
 from trigram.algorithms.parse import find
-from trigram.plan import choice, losses, step, wire
-from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
+from trigram.plan import choice, costs, losses, step, wire
+from trigram.plan.inputs import CodecCost, Compute, Costs, ExactCodes, Job, Machines
 from trigram.plan.step import predict
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -161,14 +162,43 @@ def test_what_is_known_of_losses_is_what_was_measured() -> None:
     assert {*losses.LOSS_PERCENT, "lossless"} == {entry["name"] for entry in trigram.algorithms()}
 
 
-def test_exact_is_the_default_algorithm_only() -> None:
+def test_exact_are_the_default_and_exact_codes() -> None:
     kinds = {name: losses.kind(find(name)) for name in choice.CANDIDATES}
-    assert [name for name, kind in kinds.items() if kind == "exact"] == ["gradient_allreduce"]
-    assert losses.kind(find("lossless")) == "exact"
+    assert {name for name, kind in kinds.items() if kind == "exact"} == {"gradient_allreduce", "lossless"}
     with pytest.raises(trigram.UnsupportedError, match="depend on the gradients"):
         predict(job(0.2, 4, 1e8), find("lossless"), 4 * MIB)
     assert kinds["bytegrad"] == kinds["central/bf16/sync"] == "close"
     assert kinds["powersgd"] == kinds["async"] == kinds["local_sgd"] == kinds["topk"] == "different"
+
+
+def test_exact_codes_send_what_was_seen_of_gradients() -> None:
+    """To all others, or to the owners of shards and from there; and take the time of coding."""
+    free = replace(FREE, exact=ExactCodes(1.5, 3.0, CodecCost(0.0, 0.0, 0.0)))
+    for hosts, carried in ((2, 1.5), (4, 3 / 4 * (1.5 + 3.0))):
+        found = predict(job(0.2, hosts, 1e7, costs=free), find("lossless"), 1 << 40)
+        assert found.nbytes == pytest.approx(carried * GPT, rel=0.01)
+        assert found.seconds == pytest.approx(0.2 + carried * GPT / 1e7, rel=0.05)
+    slow = replace(free, exact=ExactCodes(1.5, 3.0, CodecCost(1e-8, 1e-8, 1e-8)))
+    for hosts in (2, 4):
+        coded, plain = (
+            predict(job(0.2, hosts, 1e13, costs=of), find("lossless"), MIB) for of in (slow, free)
+        )
+        assert coded.seconds > plain.seconds + 1e-8 * GPT
+        assert coded.memory == plain.memory > 4 * GPT
+    assert choice.compare(job(0.2, 2, 1e7)).best["exact"].algorithm == "gradient_allreduce"
+    assert (
+        choice.compare(job(0.2, 2, 1e7, costs=replace(COSTS, exact=free.exact))).best["exact"].algorithm
+        == "lossless"
+    )
+
+
+def test_a_sample_says_what_gradients_take() -> None:
+    """Sixteen bits in disguise take half of 32 or less, others more than 0.8."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1 << 16, generator=generator)
+    found = costs.exact(values.bfloat16().float(), values)
+    assert 1.2 < found.own < 2.0 < 3.2 < found.mean < 4.1
+    assert min(found.cost.encode, found.cost.decode, found.cost.accumulate) > 0
 
 
 def test_recommendations_change_numerics_only_for_a_gain() -> None:
@@ -184,7 +214,8 @@ def test_ten_thousand_ranks_take_seconds() -> None:
     began = time.process_time()
     many = job(0.4, 1250, 1.2e9)
     found = choice.compare(replace(many, machines=replace(many.machines, ranks_per_host=8)))
-    assert len(found.rows) == len(choice.CANDIDATES) - 1
+    # qadam is not compared, nor lossless without gradients.
+    assert len(found.rows) == len(choice.CANDIDATES) - 2
     assert time.process_time() - began < 60  # a quadratic pattern takes many minutes
 
 

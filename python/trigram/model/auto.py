@@ -22,7 +22,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ class Auto:
         self.steps: deque[tuple[float, float]] = deque(maxlen=64)  # seconds, and of them waiting
         self.probe: GradientProbe | None = None  # of the last update's first pass
         self.ready: list[tuple[float, dict[int, float]]] = []
+        self.samples: tuple[torch.Tensor, torch.Tensor] | None = None  # of own gradients, and of means
         self.usual = 0.0
         self.norms: deque[float] = deque(maxlen=settle.REFERENCE + settle.LOOKS)
         self.began = time.monotonic()
@@ -190,6 +191,8 @@ class Auto:
         if probe is not None and self._since:
             self.ready.append((self._since, probe.times))
             del self.ready[:-WATCHED]
+        if probe is not None and probe.own and probe.means:
+            self.samples = torch.cat(probe.own), torch.cat(probe.means)
         if probe is not None and probe.norms:
             self._norm(probe.square)
 
@@ -199,7 +202,7 @@ class Auto:
         watched = self.state is State.WATCHING and self.updates >= self.next - WATCHED
         norms = self.updates % NORM_EVERY == 0 and self.settings.allowed != "exact" and idle
         if norms or watched:
-            hooks.probe = GradientProbe(norms)
+            hooks.probe = GradientProbe(norms, samples=watched)
         self._since, self._waited = 0.0 if joined else time.perf_counter(), hooks.waited
         self._steps = hooks.steps
 
@@ -233,6 +236,8 @@ class Auto:
             mine = json.dumps(list(self._ready().items()))
             probe = measuring.memory(8 * measuring.PROBE_BYTES)
             cheap = costs.measure([tuple(p.shape) for p in self.hooks.params], 1 << 16, touched=16 << 20)
+            if self.samples is not None:
+                cheap = replace(cheap, exact=costs.exact(*self.samples))
         except Exception as error:
             # The others must hear of it, whatever it is: they would wait for this rank.
             logs.warning(f"auto: this rank cannot measure its steps: {error!r}")
@@ -351,6 +356,7 @@ class Auto:
         self.state, self.settled_at, self.usual = State.SETTLED, self.updates, 0.0
         self.steps.clear()
         self.ready.clear()
+        self.samples = None
         last = self.trials[-1] if self.trials and self.trials[-1]["update"] == self.updates else None
         if last is not None and last["confirmed"]:
             text = (

@@ -14,7 +14,7 @@ from trigram.plan.losses import ALLOWED
 from trigram.plan.step import Prediction, predict
 
 CANDIDATES = (
-    *(name for name in names() if name != "lossless"),  # its bytes depend on the gradients
+    *names(),
     *("central/bf16/sync", "central/f16/sync"),
 )
 NOT_COMPARED = ("qadam",)
@@ -103,14 +103,15 @@ def compare(job: Job, candidates: Iterable[str] = CANDIDATES) -> Comparison:
 
     Args:
         job: What was measured or given.
-        candidates: Names, or trigrams written out; ``qadam`` is left out.
+        candidates: Names, or trigrams written out; ``qadam`` is left out, and ``lossless`` if no gradients
+            were seen.
     """
     base = predict(job, find(DEFAULT), _bytes(BUCKETS_MB[0]))
     rows = []
     for name in dict.fromkeys((DEFAULT, *candidates)):
-        if name in NOT_COMPARED:
-            continue
         algorithm = find(name)
+        if name in NOT_COMPARED or (algorithm.value.what == "lossless" and job.costs.exact is None):
+            continue
         sizes = BUCKETS_MB if algorithm.gradients else (None,)
         tried = {mb: predict(job, algorithm, _bytes(mb or BUCKETS_MB[0])) for mb in sizes}
         default = next(iter(tried))

@@ -14,7 +14,8 @@ import torch
 
 from trigram import codecs
 from trigram.averaging.powersgd import arithmetic
-from trigram.plan.inputs import CodecCost, Costs
+from trigram.codecs import lossless
+from trigram.plan.inputs import CodecCost, Costs, ExactCodes
 from trigram.training.fidelity import CODECS
 from trigram.training.gradients.compressors import NEEDS_FEEDBACK
 
@@ -66,6 +67,26 @@ def _codec(name: str, values: torch.Tensor) -> CodecCost:
         seconds(lambda: codec.decode(code, out)) / n,
         seconds(lambda: codec.decode(code, out, 1.0)) / n,
     )
+
+
+def exact(own: torch.Tensor, mean: torch.Tensor) -> ExactCodes:
+    """What exact codes cost.
+
+    Args:
+        own: A sample of a rank's gradients: float32, one-dimensional, on the CPU.
+        mean: A sample of their means.
+    """
+    n = own.numel()
+    code = torch.empty(lossless.most(max(n, mean.numel())), dtype=torch.uint8, device="cpu")
+    of_mean = lossless.encode(mean, code) / mean.numel()
+    length = lossless.encode(own, code)
+    out = torch.zeros_like(own)
+    cost = CodecCost(
+        seconds(lambda: lossless.encode(own, code)) / n,
+        seconds(lambda: lossless.decode(code[:length], out)) / n,
+        seconds(lambda: lossless.decode(code[:length], out, add=True)) / n,
+    )
+    return ExactCodes(length / n, of_mean, cost)
 
 
 def _powersgd(shapes: Sequence[tuple[int, ...]], rank: int) -> float:

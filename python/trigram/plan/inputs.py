@@ -131,6 +131,21 @@ class CodecCost:
 
 
 @dataclass(frozen=True)
+class ExactCodes:
+    """What exact codes of this model's gradients cost, measured on a sample of them.
+
+    Attributes:
+        own: Bytes of code for each value of a rank's gradients.
+        mean: The same of their mean.
+        cost: Processor seconds per value.
+    """
+
+    own: float
+    mean: float
+    cost: CodecCost
+
+
+@dataclass(frozen=True)
 class Costs:
     """What arithmetic costs in processor seconds, measured; see :mod:`trigram.plan.costs`.
 
@@ -142,6 +157,7 @@ class Costs:
         wire: Seconds of a processor for each byte that a rank sends to another host, with what it receives.
         message: Processor seconds of a rank for each message to another host.
         call: Seconds of the thread that trains for each collective.
+        exact: Of ``lossless``, whose bytes depend on the gradients; None: none were seen.
     """
 
     codecs: dict[str, CodecCost]
@@ -151,6 +167,7 @@ class Costs:
     wire: float
     message: float = 0.0
     call: float = 5e-5
+    exact: ExactCodes | None = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from trigram.plan.inputs import Compute, Costs, Job, Machines, Tensor
 from trigram.plan.losses import ALLOWED
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
+from trigram.training.gradients.probe import sample
 
 VARIABLE = "TRIGRAM_PLAN_MEASURE"
 """``STEPS:ALLOWED:FILE``: steps of each kind, what the decision may change, and where the plan goes."""
@@ -121,6 +122,8 @@ class Watch:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.ids = {id(p) for p in self.params}
         self.steps: list[_Step] = []
+        self.own: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []
         self.step, self.began, self.processor = _Step(), time.perf_counter(), time.process_time()
         self.handles: list[Any] = [model.register_forward_hook(self._forward_ends)]
         for i, p in enumerate(self.params):
@@ -135,8 +138,11 @@ class Watch:
         self.step.forward = self._now()
 
     def _gradient(self, i: int) -> Callable[[torch.Tensor], None]:
-        def note(_: torch.Tensor) -> None:
+        def note(param: torch.Tensor) -> None:
             self.step.ready[i] = self._now()
+            # Here, and not after the step: the script may clip them meanwhile, and they have other bits then.
+            if len(self.steps) == self.asked.communicating and param.grad is not None:
+                self.own += sample(param.grad.detach().flatten())
 
         return note
 
@@ -147,6 +153,9 @@ class Watch:
         self.step.seconds = self._now()
         self.step.processor = time.process_time() - self.processor
         self.steps.append(self.step)
+        if len(self.steps) == self.asked.communicating:
+            grads = [p.grad.detach().flatten() for p in self.params if p.grad is not None]
+            self.means = [part for grad in grads for part in sample(grad)]
         if len(self.steps) == self.asked.communicating + UNTIMED + self.asked.steps:
             self._finish(optimizer)
         self.step, self.began, self.processor = _Step(), time.perf_counter(), time.process_time()
@@ -172,6 +181,9 @@ class Watch:
         compute = self._compute(alone, slowest, typical, optimizer)
         collectives.barrier(group)
         measured = costs.measure([t.shape for t in compute.tensors])
+        if self.own and self.means:
+            codes = costs.exact(torch.cat(self.own), torch.cat(self.means))
+            measured = dataclasses.replace(measured, exact=codes)
         machines, measured = links(group, measured, memory())
         if group.rank == 0:
             self.conclude(

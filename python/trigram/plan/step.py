@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from trigram import _core, codecs
 from trigram.algorithms import graphs
 from trigram.algorithms.trigram import Algorithm
+from trigram.averaging.lossless import MOST_TO_ALL
+from trigram.codecs import lossless
 from trigram.errors import UnsupportedError
 from trigram.mixing.async_gossip import TAKES
 from trigram.mixing.rare_averages import most
@@ -65,8 +67,8 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
         raise UnsupportedError(
             f"plan: the model has no robust averages and no registered classes: {algorithm.name}"
         )
-    if algorithm.value.what == "lossless":
-        raise UnsupportedError("plan: the bytes of lossless depend on the gradients, which are not measured")
+    if algorithm.value.what == "lossless" and job.costs.exact is None:
+        raise UnsupportedError("plan: the bytes of lossless depend on the gradients, which were not measured")
     if algorithm.options.quorum is not None or algorithm.options.due is not None:
         raise UnsupportedError(
             f"plan: the model has no quorum, and no every= of a function: {algorithm.name}"
@@ -242,6 +244,8 @@ class _Bucket:
             self.begin = self.middle = self.end = work * elements / 3
             self.first, self.second = (wire.all_reduce(FLOAT * k, machines, costs) for k in (p, q))
             self.sent = 2 * (n - 1) / n * FLOAT * (p + q)
+        elif what == "lossless":
+            self._code_exactly(elements)
         else:
             shard = wire.shard_elements(elements, n)
             after = second_phase(what)
@@ -253,6 +257,28 @@ class _Bucket:
             self.first = wire.exchange(one, machines, costs, gathers=False)
             self.second = wire.exchange(two, machines, costs, gathers=True)
             self.sent = (n - 1) * (one + two)
+
+    def _code_exactly(self, elements: int) -> None:
+        """``averaging/lossless.py``: lengths go before codes."""
+        job, exact = self.job, self.job.costs.exact
+        assert exact is not None
+        machines, costs, cost = job.machines, job.costs, exact.cost
+        n = machines.ranks
+        lengths = wire.exchange(8 * n, machines, costs, gathers=True)
+        self.begin = cost.encode * elements + costs.copy * FLOAT * elements
+        if n <= MOST_TO_ALL:
+            code = round(exact.own * elements)
+            self.first, self.second = lengths, wire.exchange(code, machines, costs, gathers=True)
+            self.end = cost.accumulate * elements
+            self.sent = (n - 1) * code
+            return
+        shard = wire.shard_elements(elements, n)
+        one, two = round(exact.own * shard), round(exact.mean * shard)
+        self.middle = shard * (n * cost.accumulate + cost.encode)
+        self.end = cost.decode * shard * (n - 1)
+        self.first = wire.exchange(one, machines, costs, gathers=False).after(lengths)
+        self.second = wire.exchange(two, machines, costs, gathers=True).after(lengths)
+        self.sent = (n - 1) * (one + two)
 
     def start(self, thread: _Thread) -> None:
         """The thread encodes, and the first call begins."""
@@ -426,6 +452,8 @@ def _memory(job: Job, algorithm: Algorithm) -> float:
     power = what.startswith("powersgd")
     if what.startswith("share"):
         return 2 * size / round(1 / float(what.partition(":")[2]))
+    if what == "lossless":  # averaging/lossless.py
+        return float(lossless.most(elements) * (3 if n <= MOST_TO_ALL else 2) + (0 if n == 2 else size / n))
     code = 0 if what == "full" or power else codecs.find(what).size(elements)
     coded = 0.0
     if what.startswith("chunktopk"):  # averaging/gathered.py

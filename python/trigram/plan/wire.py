@@ -37,6 +37,10 @@ class Call(NamedTuple):
     delay: float = 0.0
     sends: int = 0
 
+    def after(self, other: Call) -> Call:
+        """Both, one after the other."""
+        return Call(self.busy + other.busy, self.delay + other.delay, self.sends + other.sends)
+
     @property
     def alone(self) -> float:
         """Seconds from its begin to its end."""

@@ -116,7 +116,10 @@ def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     says(done.stdout, "2 ranks on 1 hosts", "measured in 4 steps", "check: gradient_allreduce")
     assert "the script has ended" not in done.stdout
-    inputs = json.loads((tmp_path / "plan.json").read_text())["inputs"]
+    content = json.loads((tmp_path / "plan.json").read_text())
+    inputs = content["inputs"]
+    assert 2.0 < inputs["costs"]["exact"]["own"] < 4.1
+    assert "lossless" in {row["algorithm"] for row in content["rows"]}
     assert [t["shape"] for t in inputs["compute"]["tensors"]].count([64, 64]) == 4
     ready = [t["ready"] for t in inputs["compute"]["tensors"]]
     assert ready == sorted(ready) and 0 < inputs["compute"]["forward"] < ready[0]

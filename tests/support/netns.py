@@ -187,6 +187,24 @@ def one_way(host: int) -> Iterator[None]:
 
 
 @contextmanager
+def lets_nobody_in(host: int) -> Iterator[None]:
+    """Within the block, a firewall drops connections to a host; it may connect to others."""
+    if shutil.which("nft") is None:
+        pytest.skip("a firewall needs the command `nft` (nftables)")
+    inside = ["ip", "netns", "exec", name(host), "nft"]
+    try:
+        for words in (
+            ["add", "table", "ip", "wall"],
+            ["add", "chain", "ip", "wall", "in", "{ type filter hook input priority 0; }"],
+            ["add", "rule", "ip", "wall", "in", "iifname", "eth0", "ct", "state", "new", "drop"],
+        ):
+            subprocess.run([*inside, *words], check=True, capture_output=True)
+        yield
+    finally:
+        subprocess.run([*inside, "delete", "table", "ip", "wall"], check=False, capture_output=True)
+
+
+@contextmanager
 def small_packets(host: int, mtu: int) -> Iterator[None]:
     """Within the block, a host's cable carries packets of at most so many bytes."""
     ends = [("-n", name(host), "link", "set", "eth0"), ("-n", _switch(), "link", "set", f"port{host}")]

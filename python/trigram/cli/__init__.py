@@ -67,21 +67,55 @@ def run_command(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often ranks of an elastic job that fail are started again.")
     ] = 0,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Begin each line of a rank with its number.")
+    ] = False,
+    hosts: Annotated[
+        str | None, typer.Option(help="Run on these hosts too, over ssh: a,b,c; -n ranks on each.")
+    ] = None,
+    ssh: Annotated[
+        str, typer.Option(help="With --hosts: what runs a command on a host.")
+    ] = "ssh -o BatchMode=yes",
+    there: Annotated[
+        str | None, typer.Option("--python", help="With --hosts: the Python there. As here, if not given.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="With --hosts: of the store on the first.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="With --hosts: a variable for all ranks."),
+    ] = None,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run a script on several ranks of this machine.
+    """Run a script on several ranks of this machine, or of several.
 
-    trigram run -n 4 train.py ARGS
+    trigram run -n 4 train.py ARGS, or trigram run --hosts a,b -n 4 train.py ARGS
 
     If a rank fails, the others are ended, unless it is started again (--restarts, for elastic jobs).
     On SIGTERM or Ctrl-C the ranks have ten seconds to end; a second signal ends them at once.
     """
-    from trigram.runtime import launch  # each command loads what it needs
+    from trigram.cli import remote  # each command loads what it needs
+    from trigram.runtime import launch  # likewise
 
+    if part is not None:
+        remote.obey(sys.stdin.fileno())
     if not module and not Path(command[0]).exists():
         raise typer.BadParameter(f"there is no script {command[0]}")
     launch.refuse_inside_job()
-    python = [sys.executable, *(["-m"] if module else []), *command]
-    raise typer.Exit(launch.launch(ranks, python, show="all", restarts=restarts).code)
+    script = [*(["-m"] if module else []), *command]
+    if hosts is not None:
+        if restarts:
+            raise typer.BadParameter("--restarts is for ranks of this machine; give --hosts without it")
+        words = ["--prefix", *script]
+        named, python = remote.hosts(hosts), there or sys.executable
+        code = remote.launch(named, ranks, words, ssh=ssh, python=python, port=port, more=env or [])
+        raise typer.Exit(code)
+    of = None if part is None else launch.Part.parse(part)
+    done = launch.launch(
+        ranks, [sys.executable, *script], show="all", restarts=restarts, prefix=prefix, part=of
+    )
+    raise typer.Exit(done.code)
 
 
 @app.command("chaos", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -372,11 +406,50 @@ def demo_command(
 
 
 @app.command("doctor")
-def doctor_command() -> None:
-    """Check what this machine has for training, run two ranks on it, and say how to fix what is missing."""
+def doctor_command(
+    *,
+    hosts: Annotated[
+        str | None, typer.Option(help="Check the ways between these hosts, over ssh: a,b,c.")
+    ] = None,
+    listen: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Check the ways to those that --join."),
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Take part in the check of a host that --listen.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=2, help="With --listen: hosts, this one among them.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to send on each way.")] = 1.0,
+    ssh: Annotated[
+        str, typer.Option(help="With --hosts: what runs a command on a host.")
+    ] = "ssh -o BatchMode=yes",
+    python: Annotated[
+        str | None, typer.Option(help="With --hosts: the Python there. As here, if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="As text for a bug report, without secrets.")
+    ] = False,
+) -> None:
+    """Check what this machine has for training, run two ranks on it, and say how to fix what is missing.
+
+    With --hosts, or --listen on one host and --join on the others: who reaches whom, and what to change.
+    """
     from trigram.cli import doctor  # each command loads what it needs
 
-    raise typer.Exit(doctor.run())
+    if sum(given is not None for given in (hosts, listen, join)) > 1:
+        raise typer.BadParameter("give one of --hosts, --listen and --join")
+    if hosts is None and listen is None and join is None:
+        raise typer.Exit(doctor.run(as_json=as_json, report=report))
+    from trigram.cli.between import command  # likewise
+
+    if hosts is not None:
+        there = python or sys.executable
+        raise typer.Exit(command.over(hosts, ssh, there, command.PORT, seconds, as_json))
+    if join is not None:
+        raise typer.Exit(command.join(join, seconds, as_json))
+    assert listen is not None
+    raise typer.Exit(command.listen(listen, count, seconds, as_json))
 
 
 @app.command("test")

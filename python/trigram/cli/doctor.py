@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 import platform
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.filesize import decimal
@@ -46,12 +48,20 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-def run() -> int:
-    """Prints the report.
+def run(as_json: bool = False, report: bool = False) -> int:
+    """Prints what was found.
+
+    Args:
+        as_json: As JSON.
+        report: As plain text for a bug report.
 
     Returns:
         The exit code: 1 if a check failed, 0 otherwise, also with warnings.
     """
+    if as_json or report:
+        found = list(checks())
+        typer.echo(json.dumps([c._asdict() for c in found], indent=1) if as_json else as_text(found))
+        return int(any(check.status == "fail" for check in found))
     console = Console()
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("")
@@ -59,8 +69,8 @@ def run() -> int:
     table.add_column("found", overflow="fold")
     table.add_column("what to do", overflow="fold")
     with console.status("running two ranks over shared memory and over TCP ..."):
-        report = list(checks())
-    for check in report:
+        found = list(checks())
+    for check in found:
         colour = COLOURS[check.status]
         table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
     console.print(table)
@@ -68,11 +78,20 @@ def run() -> int:
         # Not wrapped, so that users can copy the lines.
         console.print("To let NCCL use Trigram's network transport, in any program (docs/gpu.md):")
         console.print(f"  export NCCL_NET_PLUGIN={PLUGIN}\n  export NCCL_NET=Trigram\n", soft_wrap=True)
-    if not any(check.status == "fail" for check in report):
+    if not any(check.status == "fail" for check in found):
         with console.status("measuring each all_reduce schedule over shared memory and over TCP ..."):
             schedules = crossover()
         console.print(schedules)
-    return int(any(check.status == "fail" for check in report))
+    return int(any(check.status == "fail" for check in found))
+
+
+def as_text(found: list[Check]) -> str:
+    """Lines for a bug report, with what else one asks for: the kernel, and how torch was built."""
+    build = {"linux": platform.release(), "torch built with": torch.version.cuda or "no CUDA"}
+    build |= {"threads": str(torch.get_num_threads()), "libc": " ".join(platform.libc_ver())}
+    lines = [f"{name}: {said}" for name, said in build.items()]
+    lines += [f"{c.status:4} {c.name}: {c.found}" + (f"  ({c.advice})" if c.advice else "") for c in found]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def checks() -> Iterator[Check]:

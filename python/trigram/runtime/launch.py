@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Literal, NamedTuple
 
@@ -51,6 +52,33 @@ class Outcome(NamedTuple):
     interrupted: bool = False
 
 
+@dataclass(frozen=True)
+class Part:
+    """The ranks of a job that one of its hosts starts.
+
+    Attributes:
+        first: The lowest of them.
+        world: Ranks of the job.
+        host: Where rank 0 is.
+        port: Of the job's store there.
+    """
+
+    first: int
+    world: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it."""
+        return f"{self.first}/{self.world}/{self.port}/{self.host}"
+
+    @staticmethod
+    def parse(text: str) -> Part:
+        """From what ``str`` has made; raises ``ValueError`` for other text."""
+        first, world, port, host = text.split("/", 3)
+        return Part(int(first), int(world), host, int(port))
+
+
 def is_rank() -> bool:
     """Whether a launcher or this module started this process as one rank of a job.
 
@@ -79,6 +107,7 @@ def launch(
     timeout: float | None = None,
     restarts: int = 0,
     prefix: bool = False,
+    part: Part | None = None,
 ) -> Outcome:
     """Runs a command as `ranks` processes and waits for them.
 
@@ -92,6 +121,7 @@ def launch(
         restarts: How often ranks of an elastic job that fail are started again, all ranks together. When one
             fails once more, the others are ended. Ranks are not started again once a rank has finished.
         prefix: Each line that ranks write begins with the rank's number.
+        part: These are ranks of a job on several hosts; None: they are the job.
 
     Returns:
         The exit code and the failed ranks' error output.
@@ -99,7 +129,8 @@ def launch(
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     # A rank that was asked to leave and did, with status 0, would count as one that has finished.
     leaves = {"TRIGRAM_DRAIN_STATUS": str(128 + signal.SIGTERM)} if restarts else {}
-    base = threads | leaves | job_environment(ranks) | dict(environment or {})
+    base = threads | leaves | job_environment(ranks, part) | dict(environment or {})
+    first = 0 if part is None else part.first
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
@@ -110,11 +141,13 @@ def launch(
 
         def start(rank: int) -> subprocess.Popen[bytes]:
             if error_files[rank] is not None:
-                return start_rank(rank, command, base, stdout=subprocess.DEVNULL, stderr=error_files[rank])
+                return start_rank(
+                    rank, command, base, stdout=subprocess.DEVNULL, stderr=error_files[rank], first=first
+                )
             if not prefix and (ranks == 1 or show == "first"):
-                return start_rank(rank, command, base, stdout=None, stderr=None)
-            with output.pipes(rank) as (stdout, stderr):
-                return start_rank(rank, command, base, stdout=stdout, stderr=stderr)
+                return start_rank(rank, command, base, stdout=None, stderr=None, first=first)
+            with output.pipes(first + rank) as (stdout, stderr):
+                return start_rank(rank, command, base, stdout=stdout, stderr=stderr, first=first)
 
         for rank in range(ranks):
             shown = show == "all" or (show == "first" and rank == 0)
@@ -127,7 +160,9 @@ def launch(
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
         codes = tuple(process.returncode for process in processes)
         output.drain()
-        reports = "".join(_report(rank, processes[rank].returncode, error_files[rank]) for rank in failed)
+        reports = "".join(
+            _report(first + rank, processes[rank].returncode, error_files[rank]) for rank in failed
+        )
         if reports and show != "none":
             sys.stderr.write(reports)
         return Outcome(code, reports, codes, timed_out=code == TIMED_OUT and not failed)
@@ -138,15 +173,17 @@ def trigram_command(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "trigram", *argv]
 
 
-def job_environment(ranks: int) -> dict[str, str]:
-    """The environment of this process, with torchrun's variables for a job of `ranks` ranks on this host."""
+def job_environment(ranks: int, part: Part | None = None) -> dict[str, str]:
+    """The environment of this process, with torchrun's variables for a job of `ranks` ranks on this host, or
+    for that part of a job."""
     # A torchrun that started this process has set variables about its store, which the new job does not use.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return inherited | {
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(ranks if part is None else part.world),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "GROUP_RANK": str(0 if part is None else part.first // ranks),
+        "MASTER_ADDR": "127.0.0.1" if part is None else part.host,
+        "MASTER_PORT": str(free_port() if part is None else part.port),
     }
 
 
@@ -157,19 +194,21 @@ def start_rank(
     *,
     stdout: IO[bytes] | int | None,
     stderr: IO[bytes] | int | None,
+    first: int = 0,
 ) -> subprocess.Popen[bytes]:
     """Starts the process of one rank.
 
     Args:
-        rank: The rank, which is also its local rank.
+        rank: Its local rank.
         command: The program and its arguments.
         environment: What `job_environment` returned, and more.
         stdout: Where its output goes, as `subprocess.Popen` takes it.
         stderr: Where its errors go.
+        first: The lowest rank of this host.
     """
     return subprocess.Popen(
         list(command),
-        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        env={**environment, "RANK": str(first + rank), "LOCAL_RANK": str(rank)},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

@@ -1,0 +1,118 @@
+"""How the hosts of a check find each other, and take turns: through a store that one of them serves."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from trigram.cli.between import facts
+from trigram.cli.between.probing import Attempt, Listener, Way, as_dict, attempt, measure
+from trigram.errors import TimeoutError
+
+_WORD, _COUNT, _HOST, _REACH, _WAY, _SAID = (
+    "doctor/word", "doctor/count", "doctor/host/{}", "doctor/reach/{}", "doctor/way/{}/{}", "doctor/said"
+)  # fmt: skip
+_STEP_SECONDS = 120.0
+"""Seconds for a step of all others, beside what it must take."""
+
+
+def served(port: int, hosts: int) -> tuple[dist.Store, int]:
+    """A store for so many hosts, which this process serves, and its port."""
+    store = dist.TCPStore("0.0.0.0", port, None, True, timedelta(seconds=60), wait_for_workers=False)
+    store.set(_WORD, secrets.token_hex(8))
+    store.set(f"{_COUNT}/wanted", str(hosts))
+    return store, store.port
+
+
+def joined(host: str, port: int, seconds: float) -> dist.Store:
+    """The store that another host serves.
+
+    Raises:
+        TimeoutError: It does not answer.
+    """
+    try:
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise TimeoutError(
+            f"doctor: nothing answers at {host}:{port} within {seconds:.0f} s: trigram doctor --listen "
+            f"{port} must run there, and this host must reach that port ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def take_part(store: dist.Store, seconds: float, patience: float) -> dict[str, Any]:
+    """What this host and the others find out, the same on all.
+
+    Args:
+        store: Where the hosts meet.
+        seconds: How long to send on each way.
+        patience: Seconds to wait for all hosts.
+
+    Returns:
+        ``hosts``: what each says of itself; ``reach``: by host, by other host, its attempts; ``ways``: by
+        host and other host, what the way carries, or None; ``me``: which host this is.
+
+    Raises:
+        TimeoutError: Hosts have not come, or have gone.
+    """
+    word, count = store.get(_WORD).decode(), int(store.get(f"{_COUNT}/wanted"))
+    me = store.add(_COUNT, 1) - 1
+    if me >= count:
+        raise TimeoutError(f"doctor: {count} hosts take part already; pass a larger --count where it listens")
+    listener = Listener(f"{word}:{me}")
+    try:
+        mine = facts.of_this_host(word) | {"port": listener.port}
+        store.set(_HOST.format(me), json.dumps(mine))
+        hosts = [
+            _awaited(store, _HOST.format(i), patience, f"{count} hosts to come", count) for i in range(count)
+        ]
+        words = [f"{word}:{i}" for i in range(count)]
+        reached = [_reach(hosts[i], words[i]) if i != me else [] for i in range(count)]
+        store.set(_REACH.format(me), json.dumps([[as_dict(a) for a in tried] for tried in reached]))
+        wait = _STEP_SECONDS + count * seconds
+        reach = [_awaited(store, _REACH.format(i), wait, "attempts to connect", count) for i in range(count)]
+        ways: list[list[Any]] = [[None] * count for _ in range(count)]
+        for i in range(count):  # one way at a time: others would take of its rate
+            for j in range(count):
+                if i == j:
+                    continue
+                if i == me:
+                    store.set(_WAY.format(i, j), json.dumps(_way(hosts[j], reached[j], words[j], seconds)))
+                ways[i][j] = _awaited(store, _WAY.format(i, j), wait, f"the way from {i} to {j}", count)
+        store.add(_SAID, 1)
+        end = time.monotonic() + 10
+        while me == 0 and int(store.add(_SAID, 0)) < count and time.monotonic() < end:
+            time.sleep(0.05)  # who serves the store ends last
+        return {"hosts": hosts, "reach": reach, "ways": ways, "me": me}
+    finally:
+        listener.close()
+
+
+def _reach(other: dict[str, Any], word: str) -> list[Attempt]:
+    return [attempt(a["address"], int(other["port"]), word) for a in other["addresses"]]
+
+
+def _way(other: dict[str, Any], tried: list[Attempt], word: str, seconds: float) -> dict[str, Any] | None:
+    address = next((a.address for a in tried if a.result == "ok"), None)
+    if address is None:
+        return None
+    try:
+        return as_dict(measure(address, int(other["port"]), word, seconds))
+    except (OSError, ValueError, KeyError):
+        return as_dict(Way(address, stalled=True))
+
+
+def _awaited(store: dist.Store, key: str, seconds: float, what: str, count: int) -> Any:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+        return json.loads(store.get(key))
+    except (dist.DistError, RuntimeError) as error:
+        came = [i for i in range(count) if store.check([_HOST.format(i)])]
+        raise TimeoutError(
+            f"doctor: waited {seconds:.0f} s for {what}, {key.rpartition('/')[2]} is missing; "
+            f"{len(came)} of {count} hosts have come"
+        ) from error

@@ -1,0 +1,191 @@
+"""Runs commands on other hosts, by ssh or the like, and starts the ranks of a job there.
+
+On each host runs `trigram run` for the ranks of that host. What is set for them goes to its standard input,
+and not into its command line, which every user of the host may see. When that input ends, because the
+connection or this process has, it ends its ranks: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trigram.errors import ConfigError
+from trigram.runtime.launch import END_SECONDS, POLL_SECONDS, Part, end, exit_on_signals
+from trigram.runtime.rank_output import RankOutput
+
+PASSED = ("TRIGRAM_", "NCCL_", "OMP_", "TORCH_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+"""The variables that ranks of other hosts get, by how they begin; `--env` names more."""
+_PORTS = range(20000, 29999)
+_LONGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host as a user names it: ``NAME`` as ssh takes it, or ``NAME=ADDRESS``.
+
+    Attributes:
+        name: As ssh takes it.
+        address: As the other hosts know it.
+    """
+
+    name: str
+    address: str
+
+
+def hosts(text: str) -> list[Host]:
+    """The hosts of a list with commas."""
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, address = part.partition("=")
+        found.append(Host(name, address or name.rpartition("@")[2]))
+    return found
+
+
+def command(ssh: str, host: str, words: Sequence[str]) -> list[str]:
+    """What runs these words on a host.
+
+    Args:
+        ssh: ssh with its options, or another command that takes a host and words.
+        host: The host.
+        words: The program there and its arguments.
+    """
+    run = shlex.split(ssh)
+    if not run:
+        raise ConfigError("--ssh is empty; it is the command that runs another on a host, such as ssh")
+    # ssh gives them to a shell there, which would split and expand them.
+    is_ssh = Path(run[0]).name == "ssh"
+    return [*run, host, *(shlex.quote(word) if is_ssh else word for word in words)]
+
+
+def launch(
+    on: Sequence[Host],
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    ssh: str,
+    python: str,
+    port: int | None = None,
+    more: Sequence[str] = (),
+) -> int:
+    """Runs a script as so many ranks on each host, and waits for them; returns the exit code.
+
+    Args:
+        on: The hosts; rank 0 is on the first.
+        ranks: On each.
+        arguments: Of `trigram run` there: the script and its own.
+        ssh: See :func:`command`.
+        python: The Python there that has trigram.
+        port: Where rank 0 serves the job's store; None: one is drawn.
+        more: Names of variables that the ranks get as well.
+    """
+    port = port or random.SystemRandom().choice(_PORTS)
+    passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in more}
+    told = json.dumps({"environment": passed, "folder": str(Path.cwd())}).encode() + b"\n"
+    with ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
+        exit_on_signals(stack)
+        output = RankOutput()
+        stack.callback(output.drain)
+        stack.callback(_let_go, processes)
+        for k, host in enumerate(on):
+            part = Part(k * ranks, len(on) * ranks, on[0].address, port)
+            there = [python, "-m", "trigram", "run", "-n", str(ranks), "--part", str(part), *arguments]
+            with output.pipes(k) as (stdout, stderr):
+                process = subprocess.Popen(
+                    command(ssh, host.name, there), stdin=subprocess.PIPE, stdout=stdout, stderr=stderr
+                )
+            processes.append(process)
+            assert process.stdin is not None
+            with suppress(OSError):  # it has ended already, and its exit code says so
+                process.stdin.write(told)
+                process.stdin.flush()
+        try:
+            return _watch(on, processes)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+
+
+def _let_go(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends the ranks of the other hosts, which follow the end of their input; then what started them."""
+    for process in processes:
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+    until = time.monotonic() + 2 * END_SECONDS  # as long as `trigram run` there gives its ranks, and a moment
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    end(processes)
+
+
+def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits until all have ended, or one has failed: then the others end by themselves, as their ranks lose
+    those of that host, or are ended after a while."""
+    failed_at: float | None = None
+    code = 0
+    while None in (codes := [process.poll() for process in processes]):
+        for host, found in zip(on, codes, strict=True):
+            if found and failed_at is None:
+                failed_at, code = time.monotonic(), found
+                state = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+                sys.stderr.write(f"trigram: the ranks of {host.name} have failed ({state})\n")
+        if failed_at is not None and time.monotonic() - failed_at > END_SECONDS / 2:
+            break
+        time.sleep(POLL_SECONDS)
+    first = next((found for found in (code, *codes) if found), 0)
+    return first if first >= 0 else 128 - first
+
+
+# On the other host.
+
+
+def obey(source: int) -> None:
+    """Takes what the starting host has set, and ends this process when that host has gone.
+
+    Args:
+        source: The descriptor of its standard input. It is read as it is: a thread that waits in a reader of
+            Python would hold its lock when this process ends.
+
+    Raises:
+        ConfigError: Nothing was told, or the script's folder is not on this host.
+    """
+    try:
+        told: Any = json.loads(_line(source))
+        environment, folder = dict(told["environment"]), str(told["folder"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError("run --part: this is what trigram run --hosts starts on a host") from error
+    os.environ.update({str(k): str(v) for k, v in environment.items()})
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"run: this host has no folder {folder} ({error.strerror}); the script must be in the same place "
+            "on all hosts"
+        ) from error
+    threading.Thread(target=_follow, args=(source,), name="trigram-starting-host", daemon=True).start()
+
+
+def _line(source: int) -> bytes:
+    text = bytearray()
+    while len(text) < _LONGEST and (byte := os.read(source, 1)) not in (b"", b"\n"):
+        text += byte
+    return bytes(text)
+
+
+def _follow(source: int) -> None:
+    with suppress(OSError):
+        while os.read(source, 1):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)

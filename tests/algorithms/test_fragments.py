@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +17,8 @@ from torch import Tensor, nn
 import trigram
 from tests.support.algorithm_run import net
 from tests.support.checks import raises, says
-from tests.support.harness import run
+from tests.support.elastic_run import come
+from tests.support.harness import Ranks, flag, run, say, scratch
 from tests.support.twin_training import x
 from trigram.collectives.coalesced import Part, as_real, now
 from trigram.mixing import Mean
@@ -119,6 +123,9 @@ def test_by_default_as_many_as_the_size_asks_for() -> None:
     embedding, rest = torch.empty(2 << 20, device="cpu"), torch.empty(1 << 20, device="cpu")
     assert _lengths(divide(of_model([embedding, rest]), None)) == [3 << 17] * 8
     assert len(divide(of_model([embedding, rest]), None, pieces=False)) < 8
+    pairs = torch.empty(4, dtype=torch.complex64, device="cpu")  # beside real numbers of their size
+    assert _lengths([of_model([rest, pairs])]) == [(1 << 20) + 8]
+    assert len(of_model([rest, pairs])) == 1
 
 
 # Parameters in several fragments.
@@ -267,6 +274,56 @@ def _older_state(rank: int, world: int) -> None:
 
 def test_states_of_undivided_parameters_go_on() -> None:
     run(2, _older_state)
+
+
+def _of_one_fragment(rank: int, world: int) -> None:
+    """So many whole parameters are not to be had: the state does not fit, and nothing has changed."""
+    source = trigram.with_bagua(nn.Linear(64, 64), "local_sgd", every=4)
+    state = trigram.algorithm_state(source)
+    model = trigram.with_bagua(nn.Linear(64, 64), "local_sgd", every=4, fragments=4)
+    torch.nn.init.constant_(model.weight, 10.0 + rank)
+    error = raises(trigram.MisuseError, trigram.load_algorithm_state, model, state)
+    says(error, "parts", "are expected", "fragments=")
+    assert float(model.weight[0, 0]) == 10.0 + rank
+    model(torch.ones(2, 64)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert trigram.stats(model)["steps"] == 1
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    run(2, _of_one_fragment)
+
+
+def _joins_undivided(rank: int, world: int) -> tuple[int, ...]:
+    trigram.init(elastic=True)
+    again = (scratch() / "flag-again").exists()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trigram.with_bagua(model, "local_sgd", optimizer=optimizer, elastic=True, every=4, fragments=2)
+    if not again:
+        state = trigram.algorithm_state(model)
+        del state["carrier"]["pieces"]  # as an earlier version saved it
+        trigram.load_algorithm_state(model, state)
+    flag(f"entered-{rank}")
+    for step in range(trigram.stats(model)["steps"], 300):
+        if rank == 1 and step == 5 and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(x(rank, step, 4, 16)).square().mean().backward()
+        optimizer.step()
+        say(("did", step))
+        time.sleep(0.01)
+    assert "pieces" not in trigram.algorithm_state(model)["carrier"]
+    return tuple(trigram.stats(model)["ranks"])
+
+
+def test_a_rank_joins_a_job_of_undivided_parameters() -> None:
+    with Ranks(2, _joins_undivided) as ranks:
+        ranks.await_said(0, ("did", 20), 60)
+        (ranks.dir / "flag-again").touch()
+        come(ranks, 1, run=_joins_undivided)
+        assert ranks.results(120) == [(0, 1)] * 2
 
 
 def _load(rank: int, world: int) -> None:

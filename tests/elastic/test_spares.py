@@ -24,6 +24,7 @@ from tests.support.elastic_run import (
     weights,
 )
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
+from trigram.data import BalancedBatchSampler
 from trigram.elastic.membership import current
 from trigram.elastic.spares import Spares
 
@@ -294,3 +295,154 @@ def test_a_rank_that_joins_is_not_in_a_robust_average() -> None:
     results = run(3, _joins_a_median, 100)
     assert (0, 1, 2) in results[0]["members"] and results[0]["members"][0] == (0, 1)
     close(results[0]["weights"], reference([(0,)] * 100), 1e-9)
+
+
+# What a reader with fresh eyes has found.
+
+
+class _Branches(torch.nn.Module):
+    """Only some ranks use the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.one(inputs)
+        return out + self.two(inputs) if both else out
+
+
+def _only_the_spare(rank: int, world: int, algorithm: str, set_to_none: bool) -> torch.Tensor:
+    trigram.init(elastic=True, spare=rank == 2)
+    net = _Branches()
+    opt = torch.optim.AdamW(net.parameters(), lr=0.01)  # moves what has a gradient of zeros
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True)
+    for step in range(6):
+        opt.zero_grad(set_to_none=set_to_none)
+        net(torch.ones(2, 4), step < 2 or rank == 2).sum().backward()
+        opt.step()
+    return weights(net)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "topk", "lossless", "sharded"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_only_a_spare_uses_stays_as_it_is(algorithm: str, set_to_none: bool) -> None:
+    first, *others = run(3, _only_the_spare, algorithm, set_to_none)
+    for other in others:
+        assert torch.equal(other, first)
+
+
+def _counts(rank: int, world: int, again: bool, ends: list[int], spares: list[int]) -> Any:
+    """Each rank's gradient is its number plus one: the update says who has counted."""
+    trigram.init(elastic=True, spare=rank in spares)
+    net = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    first = trigram.stats(net)["steps"]
+    flag(f"entered-{rank}")
+    seen = []
+    for step in range(first, 300):
+        if rank in ends and step == 5 and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        opt.zero_grad()
+        before = float(net.weight)
+        (net(torch.ones(1, 1, dtype=torch.float64)) * 10.0**rank).sum().backward()
+        opt.step()
+        seen.append(round(before - float(net.weight), 6))
+        say(("did", step))
+        time.sleep(0.01)
+    return seen
+
+
+@pytest.mark.parametrize("world, ends, spares", [(2, [0], [1]), (3, [1], [2]), (4, [1, 2], [0, 3])])
+def test_as_many_count_while_ranks_come_back(world: int, ends: list[int], spares: list[int]) -> None:
+    """Who joins has nothing to contribute to its first step: the spare keeps its place until that is over."""
+    with Ranks(world, _counts, False, ends, spares) as ranks:
+        ranks.await_said(spares[0], ("did", 20), 60)
+        for rank in ends:
+            come(ranks, rank, True, ends, spares, run=_counts)
+        results = ranks.results(120)
+    count = world - len(spares)
+    for r in spares:
+        parts = [sum(str(round(count * update)).count(digit) for digit in "1") for update in results[r]]
+        assert parts == [count] * len(parts), f"rank {r}: {sorted(set(results[r]))}"
+    last = sum(10.0**r for r in range(world) if r not in spares) / count
+    assert results[spares[0]][0] == results[spares[0]][-1] == round(last, 6)
+
+
+def _weights_of_the_first(rank: int, world: int) -> float:
+    trigram.init(elastic=True, spare=rank == 0)
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.weight, 42.0 if trigram.rank() == 0 else -1.0)
+    net = trigram.with_bagua(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), elastic=True)
+    return float(net.weight[0, 0])
+
+
+def test_weights_are_those_of_the_rank_that_is_0() -> None:
+    assert run(3, _weights_of_the_first) == [42.0] * 3
+
+
+def _not_a_number(rank: int, world: int) -> float:
+    trigram.init(elastic=True, spare=rank == 2)
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True, check_finite=True)
+    net(torch.ones(1, 1) * (float("nan") if rank == 2 else 1.0 + 2 * rank)).sum().backward()
+    net.weight.grad.mul_(2.0) if net.weight.grad is not None else None
+    opt.step()
+    return float(net.weight)
+
+
+def test_a_spare_may_have_gradients_that_are_not_finite() -> None:
+    assert run(3, _not_a_number) == [-4.0] * 3
+
+
+def _replaced(rank: int, world: int) -> float:
+    trigram.init(elastic=True, spare=rank == 2)
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    with trigram.no_sync(net):  # averaged at the update, where no pass has
+        (net(torch.ones(1, 1)) * (1000.0 if rank == 2 else 1.0 + 2 * rank)).sum().backward()
+    opt.step()
+    return float(net.weight)
+
+
+def test_what_is_averaged_at_the_update_leaves_spares_out() -> None:
+    assert run(3, _replaced) == [-2.0] * 3
+
+
+def _data(rank: int, world: int) -> list[list[int]]:
+    trigram.init(elastic=True, spare=rank == 0)
+    net = model()
+    trigram.with_bagua(net, optimizer=optimizer(net), elastic=True)
+    sampler = BalancedBatchSampler([1.0] * 12, batch_size=2, speeds="measured")
+    sampler.set_epoch(1)
+    return list(sampler)
+
+
+def test_spares_have_the_batches_of_others() -> None:
+    spare, one, two = run(3, _data)
+    assert spare in (one, two) and sorted(i for batch in [*one, *two] for i in batch) == list(range(12))
+
+
+def _too_few(rank: int, world: int) -> None:
+    trigram.init(elastic=True, spare=rank >= 2)
+    net = model()
+    error = raises(
+        trigram.UnsupportedError,
+        trigram.with_bagua,
+        net,
+        "central:trimmed:1/full/sync",
+        optimizer=optimizer(net),
+        elastic=True,
+    )
+    says(error, "at least 3 ranks; there are 2")
+
+
+def test_a_robust_average_counts_without_spares() -> None:
+    run(4, _too_few)

@@ -73,5 +73,5 @@ class AlgorithmOptions:
         return ", ".join(
             f"{name}={'a function' if callable(value) else repr(value)}"
             for name, value in told
-            if name != "script"
+            if name not in ("script", "pieces")
         )

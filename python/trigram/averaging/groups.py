@@ -55,6 +55,7 @@ class ModelGroups:
             the ranks are about to regroup.
         silent: Elastic jobs only: returns the places of the ranks that contribute nothing to the step under
             way.
+        source: Returns the place of the rank from which others get weights and buffers.
         joining: True while this rank joins an elastic job and has not received its weights.
         patient: Whether calls may take longer than ``op_timeout``, see :meth:`be_patient`.
         description: Names the model in log lines, see :meth:`describe`.
@@ -67,6 +68,7 @@ class ModelGroups:
         self.levels: Levels | None = None
         self.interrupted: Callable[[], bool] | None = None
         self.silent: Callable[[], Collection[int]] = tuple
+        self.source: Callable[[], int] = int
         self.joining = False
         self.aggregation: RobustAggregation | None = None
         self.sample_weight: SampleWeight | None = None

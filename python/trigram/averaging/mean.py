@@ -30,7 +30,7 @@ def mean_of(
         sample_weight: This rank's weight in the mean; None: all ranks weigh the same.
     """
     rule, n = groups.aggregation, groups.size
-    control = groups.control
+    control, silent = groups.control, set(groups.silent())
     tensors = [coalesced.as_real(t) for t in tensors]
     floats = [t for t in tensors if _is_averaged(t) and t.numel()]
     for chunk in (c for alike in coalesced.alike(floats) for c in coalesced.chunks(alike, CHUNK)):
@@ -52,12 +52,16 @@ def mean_of(
         else:
             if sample_weight is not None:
                 sample_weight.weigh(coalesced_tensor.memory)
+            if control.rank in silent:
+                coalesced_tensor.memory.zero_()
             collectives.all_reduce(coalesced_tensor.memory, "avg", None, control)
+            if silent and sample_weight is None:
+                coalesced_tensor.memory.mul_(n / (n - len(silent)))
             if sample_weight is not None:
                 sample_weight.normalize(coalesced_tensor.memory)
         coalesced_tensor.unpack()
     others = [t for t in tensors if not _is_averaged(t) and t.numel()]
-    coalesced.broadcast(others, 0, control, CHUNK)
+    coalesced.broadcast(others, groups.source(), control, CHUNK)
 
 
 def _is_averaged(t: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -56,9 +57,12 @@ def now(parts: Iterable[Part]) -> list[torch.Tensor]:
     return [part.view() if isinstance(part, Piece) else part for part in parts]
 
 
-def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups tensors by dtype and device, in order."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+_Alike = TypeVar("_Alike", torch.Tensor, Part)
+
+
+def alike(tensors: Iterable[_Alike]) -> list[list[_Alike]]:
+    """Groups tensors, or pieces of them, by dtype and device, in order."""
+    groups: dict[tuple[torch.dtype, torch.device], list[_Alike]] = {}
     for t in tensors:
         groups.setdefault((t.dtype, t.device), []).append(t)
     return list(groups.values())

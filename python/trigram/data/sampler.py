@@ -113,10 +113,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._check_speeds()
 
     def _rank(self) -> int:
-        return self._group.rank if self._group is not None else int(self._fixed[0] or 0)
+        if self._group is None:
+            return int(self._fixed[0] or 0)
+        # A spare has the batches of a rank that counts.
+        return self._group.rank if self._is_fixed() else world.rank() % world.world_size()
 
     def _size(self) -> int:
-        return self._group.size if self._group is not None else int(self._fixed[1] or 0)
+        if self._group is None:
+            return int(self._fixed[1] or 0)
+        return self._group.size if self._is_fixed() else world.world_size()
+
+    def _is_fixed(self) -> bool:
+        """Whether all ranks of the group have batches of their own: not so if it is an elastic job's."""
+        present = world.present()
+        elastic = present is not None and present.elastic is not None and self._group is present.group
+        return not elastic or world.rank() < 0
 
     def _check_speeds(self) -> None:
         right = all(0 < s < math.inf for s in self.speeds)
@@ -160,10 +171,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"{group.ranks[0]}; pass the same on all ranks"
             )
         found = [struct.unpack("<d", theirs[-8:])[0] for theirs in everyone]
-        if len(self.speeds) != group.size:
-            self.speeds = [1.0] * group.size
+        if not self._is_fixed():
+            counting = world.training()
+            found = [s for rank, s in zip(group.ranks, found, strict=True) if rank in counting]
+        if len(self.speeds) != self._size():
+            self.speeds = [1.0] * self._size()
         if all(0 < s < math.inf for s in found):
-            self.speeds = [s * group.size / math.fsum(found) for s in found]
+            self.speeds = [s * self._size() / math.fsum(found) for s in found]
 
     def _speed(self) -> float:
         """Cost per second of this rank in the last epoch; NaN: there is too little to tell."""

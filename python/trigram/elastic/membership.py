@@ -108,6 +108,10 @@ class Membership:
         """The spares that do not count now, ascending."""
         return self.spares.idle(self.ranks)
 
+    def is_idle(self, rank: int) -> bool:
+        """See :class:`trigram.runtime.job.Membership`."""
+        return rank in self.idle() if self.ranks else rank in self.spares.ranks
+
     def place(self, rank: int) -> int:
         """See :class:`trigram.runtime.job.Membership`."""
         return [*self.training(), *self.idle()].index(rank) if self.ranks else -1

@@ -157,9 +157,9 @@ class ElasticModel:
         self.is_new = self.behind = False
         self._stay, self._history = job.here().stay, current()[1].history
 
-    def begins_again(self, title: str, hooks: ElasticHooks) -> None:
-        """The algorithm, with a new title, has other hooks from now on."""
-        self.title, self.hooks = title, hooks
+    def begins_again(self, hooks: ElasticHooks) -> None:
+        """The algorithm has other hooks from now on."""
+        self.hooks = hooks
 
     @property
     def newcomer(self) -> bool:
@@ -169,13 +169,15 @@ class ElasticModel:
     @property
     def is_idle(self) -> bool:
         """Whether this rank is a spare that contributes nothing to the step under way."""
-        present, mine = current()
-        return present.rank in mine.idle()
+        return not self.newcomer and current()[0].rank in self.silent
 
     @property
     def silent(self) -> list[int]:
-        """World ranks that contribute nothing to the step under way: those that joined, and spares."""
-        return sorted({*self.newcomers, *current()[1].idle()})
+        """World ranks that contribute nothing to the step under way: those that joined, and spares. A rank
+        that joins takes its place when that step is over; until then a spare has it."""
+        _, mine = current()
+        counting = mine.spares.training([r for r in mine.ranks if r not in self.newcomers])
+        return [r for r in mine.ranks if r not in counting]
 
     def _silent_places(self) -> list[int]:
         ranks = self.groups.control.ranks
@@ -213,10 +215,9 @@ class ElasticModel:
         self.hooks.follow(meta, self)
 
     def first_with_state(self) -> int:
-        """The first place in the group whose rank has the training state, and counts if one does."""
-        ranks, silent = self.groups.control.ranks, self.silent
-        first = (i for i, rank in enumerate(ranks) if rank not in silent)
-        return next(first, next(i for i, rank in enumerate(ranks) if rank not in self.newcomers))
+        """The place in the group of the rank whose buffers count."""
+        ranks = [r for r in current()[1].ranks if r not in self.newcomers]
+        return self.groups.control.ranks.index(_first(ranks))
 
     def describe(self) -> dict[str, Any]:
         """What changes in the job's status while an epoch lasts; any thread may call it."""
@@ -498,6 +499,19 @@ def _others(known: _Models, group: Group, part: ElasticModel) -> list[ElasticMod
     return [m for m in known.of(group) if m.model() is not part.model()]
 
 
+def _first(ranks: Sequence[int]) -> int:
+    """Of these ranks, that whose state and buffers count: the lowest that was not started as a spare. A spare
+    has the weights of all, and buffers of its own inputs."""
+    spares = current()[1].spares.ranks
+    return min(ranks, key=lambda r: (r in spares, r))
+
+
+def first_place() -> int:
+    """The place of that rank in the group of all members."""
+    present, mine = current()
+    return present.group.ranks.index(_first(mine.ranks))
+
+
 def is_newcomer() -> bool:
     """Whether this rank has joined and not taken part in a step yet."""
     return current()[1].newcomer
@@ -506,6 +520,11 @@ def is_newcomer() -> bool:
 def has_spares() -> bool:
     """Whether a rank of the job, as far as this one knows, was started as a spare."""
     return bool(current()[1].spares.ranks)
+
+
+def counting() -> int:
+    """How many ranks of the job count: all but spares."""
+    return len(current()[1].training())
 
 
 def enter_job() -> None:
@@ -560,9 +579,7 @@ def _broadcast(value: Any, src: int, group: Group) -> Any:
 def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
     """The change, with the new ranks that all members name in the new epoch. All of them call it."""
     newcomers = ranks_that(newcomer, group)
-    # A spare has the time to send its state.
-    idle = current()[1].idle()
-    source = min((r for r in group.ranks if r not in newcomers), key=lambda r: (r not in idle, r))
+    source = _first([r for r in group.ranks if r not in newcomers])
     return MembershipChange(newcomers, source, commit, True, behind)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_that, ranks_unlike_first
 from trigram.errors import MisuseError
 from trigram.model.wrapped import WrappedModel, lookup
@@ -89,7 +90,7 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
             wrapped.proceed()
     if wrapped.hooks is not None and "carrier" in state:
         try:
-            if isinstance(wrapped.hooks, WeightSync) and divided != ("pieces" in wrapped.hooks.state()):
+            if isinstance(wrapped.hooks, WeightSync) and _divides_otherwise(wrapped.hooks, state["carrier"]):
                 _load_divided(model, wrapped, state, divided)
             else:
                 _load(wrapped.hooks, state, wrapped.groups)
@@ -204,16 +205,39 @@ def _load_divided(model: nn.Module, wrapped: WrappedModel, state: dict[str, Any]
     round: the hooks begin again with fragments like those."""
     algorithm, hooks = wrapped.algorithm, wrapped.hooks
     assert hooks is not None
-    before = hooks.state()
-    options = replace(algorithm.options, pieces=divided)
+    before = copy.deepcopy(hooks.state())
+    weights = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+    def keep_weights() -> None:  # hooks that begin give all ranks those of one
+        with torch.no_grad():
+            coalesced.copy_all([t.detach() for t in (*model.parameters(), *model.buffers())], weights)
+
     try:
-        with _kept_weights(model, wrapped, proceeds=False):
-            begun = wrapped.restart(replace(algorithm, options=options))
-        _load(begun, state, wrapped.groups)
+        wrapped.restart(replace(algorithm, options=replace(algorithm.options, pieces=divided)))
+    except MisuseError:  # so many fragments of that kind are not to be had: the state is of another model
+        assert wrapped.hooks is not None
+        wrapped.hooks.load(before)
+        keep_weights()
+        _load(wrapped.hooks, state, wrapped.groups)
+        return
+    keep_weights()
+    assert wrapped.hooks is not None
+    try:
+        _load(wrapped.hooks, state, wrapped.groups)
     except MisuseError:
-        with _kept_weights(model, wrapped, proceeds=False):
-            wrapped.restart(algorithm).load(before)
+        wrapped.restart(algorithm).load(before)
+        keep_weights()
         raise
+
+
+def _divides_otherwise(hooks: WeightSync, saved: dict[str, Any]) -> bool:
+    """Whether a saved state has several fragments, which divide parameters and those here do not, or the
+    other way round."""
+    rounds = saved.get("rounds")
+    if ("pieces" in saved) == ("pieces" in hooks.state()) or not isinstance(rounds, dict):
+        return False
+    parts = rounds.get("exchanges") or rounds.get("references") or ()
+    return "pieces" in saved or len(parts) > 1
 
 
 def _take_layout(hooks: GradientSync, saved: dict[str, Any], bucket_bytes: int) -> str:

@@ -113,7 +113,7 @@ class Request:
             _warn_of(chosen.name, [*chosen.unknown, *unknown], ranks)
         if self.automatic is not None:
             _warn_of("auto", self.automatic.ignored, ranks)
-        extras.check(chosen, ranks.size)
+        extras.check(chosen, ranks.size if self.elastic is False else recovery.counting())
         features = compatibility.features(chosen) | extras.features() | _of_model(model, extras.ignore)
         compatibility.check(f"algorithm {chosen.name!r}", features)
         if self.elastic is not False:

@@ -12,6 +12,7 @@ from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Trigram
 from trigram.averaging.gradient_filter import GradientFilter
 from trigram.collectives.consistency import listed, ranks_that
+from trigram.elastic.recovery import counting
 from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
@@ -246,7 +247,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     if wrapped.states is not None:
         check_elastic(chosen)
     check_copies(chosen, wrapped.states is not None)
-    wrapped.extras.check(chosen, wrapped.size)
+    wrapped.extras.check(chosen, wrapped.size if wrapped.states is None else counting())
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.tracker.awaits_update()
         wrapped.hooks.drain(between_steps=True)

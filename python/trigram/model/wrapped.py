@@ -85,6 +85,7 @@ class WrappedModel:
             self.groups.describe(_describes(weakref.ref(self)))
         if self.groups is not None and states is not None:
             self.groups.joining = recovery.is_newcomer()
+            self.groups.source = recovery.first_place
         self.agree(chosen, settings)
         self.begin(model, chosen, optimizer)
 
@@ -192,17 +193,27 @@ class WrappedModel:
         return self.hooks
 
     def restart(self, algorithm: Algorithm) -> StepHooks:
-        """Begins the algorithm again with other options of the same; the caller has ended the averaging steps
-        under way."""
+        """Begins the algorithm again with other options of the same, or as before if these do not fit the
+        model, and raises then; the caller has ended the averaging steps under way."""
         model, before = self.model(), self.hooks
         assert model is not None and before is not None
-        earlier = self.earlier_steps
+        earlier, algorithm_before = self.earlier_steps, self.algorithm
         self.end()
-        self.algorithm, self.earlier_steps = algorithm, earlier
-        self.hooks = self._compose(model)
-        self.hooks.sync = before.sync
+        self.earlier_steps, self.algorithm = earlier, algorithm
+        try:
+            self.hooks = self._compose(model)
+        except MisuseError:
+            self.algorithm = algorithm_before
+            self._begin_again(self._compose(model), before)
+            raise
+        return self._begin_again(self.hooks, before)
+
+    def _begin_again(self, hooks: StepHooks, before: StepHooks) -> StepHooks:
+        """These hooks take the place of others of the same algorithm."""
+        self.hooks = hooks
+        self.hooks.sync, self.hooks.times.earlier = before.sync, self.earlier_steps
         if isinstance(before.elastic, recovery.ElasticModel):
-            before.elastic.begins_again(f"{algorithm}{self.extras}", self.hooks)
+            before.elastic.begins_again(self.hooks)
             self.hooks.elastic = before.elastic
         return self.hooks
 

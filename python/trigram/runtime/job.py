@@ -47,6 +47,9 @@ class Membership(Protocol):
     def place(self, rank: int) -> int:
         """What ``trigram.rank`` says on a member; -1 before it is one."""
 
+    def is_idle(self, rank: int) -> bool:
+        """Whether a rank is a spare that does not count."""
+
     def training(self) -> list[int]:
         """World ranks of the present members that count, ascending: all but spares."""
 

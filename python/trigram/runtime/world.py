@@ -120,15 +120,22 @@ def world_size() -> int:
     has left because it was asked to."""
     if job.here().let_go:
         return 0
+    return len(training())
+
+
+def training() -> Sequence[int]:
+    """World ranks of those that :func:`world_size` counts."""
     now = current()
-    return now.group.size if now.elastic is None or not now.elastic.ranks else len(now.elastic.training())
+    return now.group.ranks if now.elastic is None or not now.elastic.ranks else now.elastic.training()
 
 
 def is_spare() -> bool:
     """Whether this rank trains along and does not count: a spare (``init(spare=True)``) that takes no place
-    of another rank now."""
+    of another rank now, or has not joined yet."""
+    if job.here().let_go:
+        return False
     now = current()
-    return now.elastic is not None and bool(now.elastic.ranks) and now.rank not in now.elastic.training()
+    return now.elastic is not None and now.elastic.is_idle(now.rank)
 
 
 def current() -> World:

@@ -97,7 +97,7 @@ def _compose(
         updates = FusedUpdates(optimizer) if options.fused else None
         return GradientSync(model, groups, bucket_bytes, compressors.of(algorithm, optimizer), updates)
     pieces = options.pieces and (algorithm.step is None or _takes_pieces(algorithm.step))
-    make = lambda weights: _schedule(weights, pieces, groups, algorithm, optimizer)  # noqa: E731
+    make = lambda weights, pieces: _schedule(weights, pieces, groups, algorithm, optimizer)  # noqa: E731
     of_mean = options.second_moment == "mean"
     weights = WeightSync(model, groups, make, algorithm.in_step, of_mean, pieces)
     weights.times.asynchronous = algorithm.every is None

@@ -26,7 +26,7 @@ Fragment = list[list[Part]]
 
 def of_model(parameters: Sequence[torch.Tensor]) -> Fragment:
     """All weights as one fragment: complex parameters as pieces, which are real."""
-    return [[_real(p) for p in same] for same in alike(parameters)]
+    return alike([_real(p) for p in parameters])
 
 
 def divide(weights: Fragment, asked: int | None, every: int = 0, pieces: bool = True) -> list[Fragment]:
@@ -54,7 +54,10 @@ def divide(weights: Fragment, asked: int | None, every: int = 0, pieces: bool = 
         most = next(
             few for few in range(count - 1, 0, -1) if every % few == 0 and all(_divided(weights, few, pieces))
         )
-        whole = "the class of this algorithm has takes_pieces = False, and some parameters are large"
+        whole = (
+            "parameters are not divided (a registered class has takes_pieces = False, or a state of an "
+            "earlier version was loaded), and some are large"
+        )
         why = "the model has too few" if pieces else whole
         raise MisuseError(
             f"with_bagua: fragments={asked} leaves fragments without weights, because {why}; use "
@@ -64,7 +67,8 @@ def divide(weights: Fragment, asked: int | None, every: int = 0, pieces: bool = 
 
 
 def _real(p: torch.Tensor) -> Part:
-    return Piece(p, 0, 0, as_real(p).shape[0]) if p.is_complex() else p
+    lazy = p.is_conj() or p.is_neg()  # such a view cannot be seen as pairs
+    return Piece(p, 0, 0, as_real(p).shape[0]) if p.is_complex() and not lazy else p
 
 
 def _divided(weights: Fragment, count: int, pieces: bool) -> list[Fragment]:

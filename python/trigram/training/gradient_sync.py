@@ -61,6 +61,7 @@ class GradientSync(StepHooks):
         this_pass: The backward pass under way, or the last.
         probe: Told of gradients, while somebody looks.
         order: Builds the buckets.
+        earlier: By index, the gradients before this pass, on a rank that contributes nothing to it.
         at_boundary: Called once per pass when it is prepared, on all ranks; it may change the buckets.
     """
 
@@ -83,6 +84,7 @@ class GradientSync(StepHooks):
         self.since = 0  # passes completed since one has failed on this rank
         self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
         self.backup = GradientBackup()
+        self.earlier: dict[int, torch.Tensor | None] = {}
         self.probe: GradientProbe | None = None
         self.at_boundary: Callable[[], object] | None = None
         self.untrained = UntrainedPasses(
@@ -179,7 +181,7 @@ class GradientSync(StepHooks):
                 f"{self.groups.name}: the weights of {type(model).__name__} differ between the ranks after "
                 "load_state_dict; load the same checkpoint on all ranks"
             )
-        coalesced.broadcast(new, 0, self.before_passes)
+        coalesced.broadcast(new, self.groups.source(), self.before_passes)
         if other:
             self.find_parameters(model)
             if in_backward:  # hooks must not be removed while one of them runs

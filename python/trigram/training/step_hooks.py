@@ -92,7 +92,8 @@ class StepHooks:
         self.find_parameters(model)
         if not groups.joining:
             _agree_on(self.parameters.tensors(model), groups.control)
-            coalesced.broadcast([t for _, t in self.parameters.tensors(model)], 0, groups.control)
+            tensors = [t for _, t in self.parameters.tensors(model)]
+            coalesced.broadcast(tensors, groups.source(), groups.control)
         self.watch(model)
 
     # Subclasses override these.

@@ -48,7 +48,8 @@ class WeightSync(StepHooks):
     Args:
         model: The module.
         groups: The model's process groups.
-        make: Makes the schedule from the trained weights; called again when layers are frozen or unfrozen.
+        make: Makes the schedule from the trained weights, and whether parameters may be divided; called again
+            when layers are frozen or unfrozen.
         in_step: Whether all ranks make an averaging step at the same training steps.
         of_mean: Whether Adam's second moments become those of the mean gradient, see
             :mod:`trigram.training.adam_variance`.
@@ -68,7 +69,7 @@ class WeightSync(StepHooks):
         self,
         model: nn.Module,
         groups: ModelGroups,
-        make: Callable[[Fragment], StepSchedule],
+        make: Callable[[Fragment, bool], StepSchedule],
         in_step: bool = True,
         of_mean: bool = False,
         pieces: bool = True,
@@ -112,7 +113,7 @@ class WeightSync(StepHooks):
         self.trained = self.parameters.trained
         self.looks.begin(self.trained)
         with torch.no_grad():
-            self.schedule = self.make(of_model(self.trained))
+            self.schedule = self.make(of_model(self.trained), self.pieces)
 
     # Training steps.
 
@@ -253,7 +254,7 @@ class WeightSync(StepHooks):
         with self.boundaries.explaining():
             agree_on_change(self.parameters.tensors(model), self.groups)
         due = self.tracker.due
-        coalesced.broadcast(self.parameters.new(model), 0, self.groups.control)
+        coalesced.broadcast(self.parameters.new(model), self.groups.source(), self.groups.control)
         self.average(model)
         self.counters.keep(self.schedule)
         self.find_parameters(model)
@@ -261,6 +262,10 @@ class WeightSync(StepHooks):
         self._prepare()
         if due:
             self.looks.remember()
+
+    def meta(self) -> dict[str, Any]:
+        """See :class:`StepHooks`."""
+        return {**super().meta(), "pieces": self.pieces}
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues after the ranks have changed, from the mean of the weights of all ranks that have some.
@@ -275,6 +280,7 @@ class WeightSync(StepHooks):
         )
         collectives.all_reduce(position, "max", None, self.groups.control)
         self.boundaries.skip_until = int(position[0])
+        self.pieces = meta["pieces"]
         if part.newcomer:
             self.tracker.start_at(-int(position[1]), -int(position[1]))
             part.receive()

@@ -44,6 +44,7 @@ class Bucket:
         flags: One per parameter; None if they are sent separately.
         values: ``memory`` without the flags.
         unused: Positions of parameters that this rank did not use in this backward pass.
+        by_nobody: Of those, the ones that no rank used in the last pass.
         left: Those of them that a script has left the averages of an earlier pass.
         held: Those whose residual the average holds back.
         average: The average that the bucket uses.
@@ -86,6 +87,7 @@ class Bucket:
             used[a : a + p.numel()] = True
         self.gaps = (~used).nonzero().flatten() if length is not None else None
         self.unused: list[int] = []
+        self.by_nobody: list[int] = []
         self.held: list[int] = []
         self.left: list[int] = []
         self._left: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -220,9 +222,11 @@ class Bucket:
         if self.outside:
             torch._foreach_copy_([g for _, g in self.outside], [v for v, _ in self.outside])
             self.outside = []
+        self.by_nobody = []
         if not self.unused:
             return
         anybody = [flag > 0 for flag in flags.tolist()]
+        self.by_nobody = [k for k in self.unused if not anybody[k]]
         for k in self.unused:
             if anybody[k] and params[self.params[k]].grad is None:
                 params[self.params[k]].grad = self.grad(k)

@@ -6,7 +6,8 @@ back, with the averages, it is the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -132,13 +133,30 @@ class Compared(GradientFilter):
 
 
 class Nothing(GradientFilter):
-    """This rank contributes nothing to the step under way: it joins, or is a spare."""
+    """This rank contributes nothing to the step under way: it joins, or is a spare.
+
+    Args:
+        params: All parameters of the model.
+        grads: By index, the gradients before the pass; None: there was none.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor | None] = MappingProxyType({})
+    ) -> None:
+        self.params, self.grads = params, grads
 
     def before(self, bucket: GradientBucket) -> None:
         """It has no gradients."""
         mine = cast(Bucket, bucket)
         mine.memory.zero_()
         mine.unused = list(range(len(mine.params)))
+
+    def after(self, bucket: GradientBucket) -> None:
+        """What only this rank has used has no gradient: an optimizer would update it here, and nowhere else,
+        by its decay and momentum."""
+        mine = cast(Bucket, bucket)
+        for k in mine.by_nobody:
+            self.params[mine.params[k]].grad = self.grads.get(mine.params[k])
 
 
 class Counted(GradientFilter):
@@ -178,12 +196,17 @@ class Finite(GradientFilter):
         check: Looks at values.
         sparse: Parameters whose gradients are in no bucket.
         weight: How much this rank counts; None: as much as the others.
+        idle: It is a spare, and does not count in this pass.
     """
 
     def __init__(
-        self, check: NonFiniteCheck, sparse: Sequence[torch.Tensor], weight: SampleWeight | None
+        self,
+        check: NonFiniteCheck,
+        sparse: Sequence[torch.Tensor],
+        weight: SampleWeight | None,
+        idle: bool = False,
     ) -> None:
-        self.check, self.sparse, self.weight = check, sparse, weight
+        self.check, self.sparse, self.weight, self.idle = check, sparse, weight, idle
 
     def pass_begins(self) -> None:
         """Nothing was found."""
@@ -191,7 +214,8 @@ class Finite(GradientFilter):
 
     def before(self, bucket: GradientBucket) -> None:
         """Looks."""
-        self.check.check(bucket.values)
+        if not self.idle:
+            self.check.check(bucket.values)
 
     def averaged(self, buckets: Sequence[GradientBucket]) -> None:
         """Raises on all ranks if one has found something."""

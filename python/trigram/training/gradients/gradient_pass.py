@@ -84,6 +84,7 @@ class Averaged(Protocol):
     elastic: Elasticity
     local: LocalGradients
     backup: GradientBackup
+    earlier: dict[int, torch.Tensor | None]
     probe: GradientProbe | None
     fidelity: Fidelity | None
     join: UnevenInputs | None
@@ -154,6 +155,9 @@ class GradientPass:
         self._number_calls()
         self._begin_pipeline()
         hooks.backup.clear()
+        if not self.redoing:
+            silent = hooks.elastic.newcomer or hooks.elastic.is_idle
+            hooks.earlier = self._before_pass(param) if silent else {}
         self.filters = self._ordered_filters()
         # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
         self._reaches = param is not None and not hooks.updates.fusing and not hooks.elastic.can_redo
@@ -167,6 +171,14 @@ class GradientPass:
         # Last: those of the script may raise, and then the calls that were made here are aborted.
         for passed in self.filters:
             passed.pass_begins()
+
+    def _before_pass(self, param: int | None) -> dict[int, torch.Tensor | None]:
+        """The gradients before this pass, which begins with that of ``param``."""
+        grads = {i: p.grad for i, p in enumerate(self.hooks.params) if i != param}
+        kept = {i: None if grad is None else grad.detach().clone() for i, grad in grads.items()}
+        if param is not None and any(grad is not None for grad in kept.values()):
+            kept[param] = torch.zeros_like(self.hooks.params[param])
+        return kept
 
     def _check_once(self, param: int | None) -> None:
         """Raises if gradients of this pass are added to what a compressor has made of those of another."""
@@ -218,20 +230,21 @@ class GradientPass:
             found.append(filters.Compared(hooks.fidelity))
         # Before the check, which is to find nothing in what does not count; and before the algorithm, whose
         # residuals must not get a NaN.
+        nothing = filters.Nothing(hooks.params, hooks.earlier)
         if elastic.newcomer:
-            found.append(filters.Nothing())
+            found.append(nothing)
         if weight is not None and not elastic.is_idle:
             found.append(filters.Silent(weight))
         if groups.non_finite_check is not None:
             elsewhere = [hooks.params[i] for i in hooks.sparse]
-            found.append(filters.Finite(groups.non_finite_check, elsewhere, weight))
+            found.append(filters.Finite(groups.non_finite_check, elsewhere, weight, elastic.is_idle))
         # Averages that are repeated begin here, from what the backup has: all that follows is made again.
         self._kept_after = len(found)
         if elastic.can_redo:
             found.append(filters.Through(partial(hooks.backup.keep, params=hooks.params)))
         # After the backup: if a rank is lost, a spare takes its place with the gradients that it has.
         if elastic.is_idle:
-            found.append(filters.Nothing())
+            found.append(nothing)
         # With sample weights, ranks that contribute nothing weigh nothing.
         if elastic.silent and weight is None:
             found.append(filters.Counted(groups.size, len(elastic.silent)))

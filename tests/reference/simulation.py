@@ -30,18 +30,20 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-Part = Sequence[tuple[int, slice]]  # of the weights: parameters, by their number, and which of their rows
+Part = Sequence[
+    tuple[int, slice | tuple[slice, ...]]
+]  # of the weights: parameters, by their number, and where
 
 
 def cut(params: Sequence[Tensor], part: Part) -> list[Tensor]:
-    return [params[k][rows] for k, rows in part]
+    return [params[k][where] for k, where in part]
 
 
 def put(params: Sequence[Tensor], part: Part, flat: Tensor) -> Tensor:
     """What belongs to the part in its place, flat; zeros elsewhere."""
     whole = [torch.zeros_like(p) for p in params]
-    for (k, rows), values in zip(part, unflatten(flat, cut(params, part)), strict=True):
-        whole[k][rows] = values
+    for (k, where), values in zip(part, unflatten(flat, cut(params, part)), strict=True):
+        whole[k][where] = values
     return flatten(whole)
 
 

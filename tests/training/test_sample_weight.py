@@ -245,7 +245,9 @@ def fragments(rank: int, world: int, label: str) -> None:
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
-        module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+        # Each of the two parameters is a fragment.
+        layers = nn.Linear(6, 3, bias=False), nn.Tanh(), nn.Linear(3, 6, bias=False), nn.AvgPool1d(2)
+        module = nn.Sequential(*layers)
         return module, torch.optim.SGD(module.parameters(), lr=0.1)
 
     def ours() -> tuple[Any, torch.optim.Optimizer]:

@@ -20,6 +20,9 @@ from trigram.training.pace import default_fragments
 _SMALL = 16
 """Parameters of up to so manieth a fragment are not divided: fragments differ by no more than that."""
 
+_PROPOSED = 1000
+"""The most fragments that an error proposes."""
+
 Fragment = list[list[Part]]
 """Parts of the parameters, a list for each dtype."""
 
@@ -41,19 +44,19 @@ def divide(weights: Fragment, asked: int | None, every: int = 0, pieces: bool = 
     Raises:
         MisuseError: So many fragments cannot all have weights.
     """
+    total = sum(p.numel() if pieces else 1 for same in weights for p in same)
     if asked is None:
         count = default_fragments(sum(p.numel() * p.dtype.itemsize for same in weights for p in same))
     else:
-        count = min(asked, 1 + sum(p.numel() if pieces else 1 for same in weights for p in same))
+        count = asked
     if count == 1:
         return [weights]
-    fragments = _divided(weights, count, pieces)
+    fragments = _divided(weights, count, pieces) if count <= total or asked is None else [[]]
     if asked is None:
         return [fragment for fragment in fragments if fragment]
     if not all(fragments):
-        most = next(
-            few for few in range(count - 1, 0, -1) if every % few == 0 and all(_divided(weights, few, pieces))
-        )
+        fewer = range(min(count - 1, total, _PROPOSED), 0, -1)
+        most = next(few for few in fewer if every % few == 0 and all(_divided(weights, few, pieces)))
         whole = (
             "parameters are not divided (a registered class has takes_pieces = False, or a state of an "
             "earlier version was loaded), and some are large"

@@ -120,7 +120,7 @@ class RobustAverage(CodedAverage):
                 self.first.decode(code, self.rows[j], None, ranks[j])
             except CorruptError:
                 self.rows[j].fill_(torch.nan)  # so that this rank is left out and reported
-        counts = torch.ones(len(ranks), dtype=torch.bool)
+        counts = torch.ones(len(ranks), dtype=torch.bool, device="cpu")
         counts[list(self.groups.silent())] = False  # their zeros are no gradients
         if self.centre is None:
             # The largest magnitude is NaN or infinite if any value is.

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import netns
 from tests.support.checks import says
+from tests.support.harness import until
 from trigram.cli.between import verdict
 from trigram.cli.between.probing import Way, as_dict
 from trigram.runtime import far_links
@@ -119,7 +120,24 @@ def test_over_ssh(several_hosts: None, tmp_path: Path, ssh: bool) -> None:
     env = {**os.environ, "TRIGRAM_SECRET": "not $HOME told", "TRIGRAM_SILENCE": "9", "COLUMNS": "160"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    says(done.stdout, "all 2 hosts reach each other", "none on any" if ssh else "the same on all", "bit/s")
+    # The secret too is told, and on no command line.
+    says(done.stdout, "all 2 hosts reach each other", "job secret", "the same on all", "bit/s")
+
+
+def test_nothing_is_left_of_a_check_that_is_ended(several_hosts: None, tmp_path: Path) -> None:
+    """The port is free again."""
+    hosts = f"{netns.name(0)}={netns.address(0)},{netns.name(1)}"
+    command = [*DOCTOR, "--hosts", hosts, "--ssh", "ip netns exec", "--seconds", "60"]
+    mine = "--seconds 60.0 --json"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: len(_running(mine)) == 2, 60)
+        process.kill()
+    until(lambda: not _running(mine), 30)
+
+
+def _running(words: str) -> list[str]:
+    found = subprocess.run(["pgrep", "-f", "--", words], capture_output=True, text=True, check=False)
+    return found.stdout.split()
 
 
 def test_a_host_that_does_not_start_is_named(several_hosts: None) -> None:

@@ -107,12 +107,21 @@ def test_a_host_that_cannot_be_reached_is_named(several_hosts: None, tmp_path: P
     says(done.stderr, "the ranks of nowhere have failed", "Cannot open network namespace")
 
 
+def test_no_hosts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    command = [sys.executable, "-m", "trigram", "run", "--hosts", " , ", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    says(done.stderr, "needs a host or more")
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     part = [sys.executable, "-m", "trigram", "run", "-n", "1", "--part", "0/1/2000/h", "script.py"]
     for told, words in (
         ('{"environment": {}, "folder": "/no/such"}\n', ["no folder /no/such", "same place"]),
         ("x\n", ["trigram run --hosts"]),
+        ("", ["trigram run --hosts"]),
     ):
         done = subprocess.run(
             part, input=told, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False

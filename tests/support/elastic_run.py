@@ -126,14 +126,8 @@ def train(
             time.sleep(0.004)  # some wait for the others' next round by now, some are on their way to it
             trigram.shutdown()
             return {}
-        if mine and where == "inside":
-            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        if where == "commit" and step in (dies or {}).values():
-            _meet_at_commit(world, mine)
         opt.zero_grad()
-        loss.backward()
-        if mine:
-            os.kill(os.getpid(), signal.SIGKILL)
+        backward(net, loss, where, mine, world if step in (dies or {}).values() else 0)
         opt.step()
         net.count += 1
         history.append(tuple(trigram.stats(net)["ranks"]))
@@ -151,6 +145,18 @@ def train(
         "count": net.count.clone(),
         "adam": {float(s["step"]) for s in opt.state.values()},
     }
+
+
+def backward(net: torch.nn.Module, loss: torch.Tensor, where: str, dies: bool, meet: int) -> None:
+    """The backward pass; in it a rank that `dies` ends itself, as `where` says. `meet`: so many ranks meet at
+    their commit, if it is there."""
+    if dies and where == "inside":
+        next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    if meet and where == "commit":
+        _meet_at_commit(meet, dies)
+    loss.backward()
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _meet_at_commit(world: int, dies: bool) -> None:

@@ -171,32 +171,28 @@ def behind_router(host: int, forgets: int) -> Iterator[None]:
 @contextmanager
 def one_way(host: int) -> Iterator[None]:
     """Within the block, a firewall drops what a host sends, and not what it receives."""
-    if shutil.which("nft") is None:
-        pytest.skip("a firewall needs the command `nft` (nftables)")
-    inside = ["ip", "netns", "exec", name(host), "nft"]
-    try:
-        for words in (
-            ["add", "table", "ip", "wall"],
-            ["add", "chain", "ip", "wall", "out", "{ type filter hook output priority 0; }"],
-            ["add", "rule", "ip", "wall", "out", "oifname", "eth0", "drop"],
-        ):
-            subprocess.run([*inside, *words], check=True, capture_output=True)
+    with _firewall(host, "output", ["oifname", "eth0"]):
         yield
-    finally:
-        subprocess.run([*inside, "delete", "table", "ip", "wall"], check=False, capture_output=True)
 
 
 @contextmanager
 def lets_nobody_in(host: int) -> Iterator[None]:
     """Within the block, a firewall drops connections to a host; it may connect to others."""
+    with _firewall(host, "input", ["iifname", "eth0", "ct", "state", "new"]):
+        yield
+
+
+@contextmanager
+def _firewall(host: int, hook: str, drops: list[str]) -> Iterator[None]:
+    """Within the block, a firewall drops some packets of a host."""
     if shutil.which("nft") is None:
         pytest.skip("a firewall needs the command `nft` (nftables)")
     inside = ["ip", "netns", "exec", name(host), "nft"]
     try:
         for words in (
             ["add", "table", "ip", "wall"],
-            ["add", "chain", "ip", "wall", "in", "{ type filter hook input priority 0; }"],
-            ["add", "rule", "ip", "wall", "in", "iifname", "eth0", "ct", "state", "new", "drop"],
+            ["add", "chain", "ip", "wall", "side", f"{{ type filter hook {hook} priority 0; }}"],
+            ["add", "rule", "ip", "wall", "side", *drops, "drop"],
         ):
             subprocess.run([*inside, *words], check=True, capture_output=True)
         yield

@@ -109,6 +109,8 @@ def run_command(
             raise typer.BadParameter("--restarts is for ranks of this machine; give --hosts without it")
         words = ["--prefix", *script]
         named, python = remote.hosts(hosts), there or sys.executable
+        if not named:
+            raise typer.BadParameter("--hosts needs a host or more, with commas in between")
         code = remote.launch(named, ranks, words, ssh=ssh, python=python, port=port, more=env or [])
         raise typer.Exit(code)
     of = None if part is None else launch.Part.parse(part)
@@ -426,6 +428,7 @@ def doctor_command(
     python: Annotated[
         str | None, typer.Option(help="With --hosts: the Python there. As here, if not given.")
     ] = None,
+    started: Annotated[bool, typer.Option("--started", hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     report: Annotated[
         bool, typer.Option("--report", help="As text for a bug report, without secrets.")
@@ -439,6 +442,10 @@ def doctor_command(
 
     if sum(given is not None for given in (hosts, listen, join)) > 1:
         raise typer.BadParameter("give one of --hosts, --listen and --join")
+    if started:
+        from trigram.cli import remote  # each command loads what it needs
+
+        remote.obey(sys.stdin.fileno(), moves=False)
     if hosts is None and listen is None and join is None:
         raise typer.Exit(doctor.run(as_json=as_json, report=report))
     from trigram.cli.between import command  # likewise

@@ -70,6 +70,28 @@ def command(ssh: str, host: str, words: Sequence[str]) -> list[str]:
     return [*run, host, *(shlex.quote(word) if is_ssh else word for word in words)]
 
 
+def start(
+    ssh: str, host: str, words: Sequence[str], more: Sequence[str] = (), **output: Any
+) -> subprocess.Popen[bytes]:
+    """Starts on a host what calls :func:`obey` there, and tells it what is set here.
+
+    Args:
+        ssh: See :func:`command`.
+        host: The host.
+        words: The program there and its arguments.
+        more: Names of variables that it gets beside :data:`PASSED`.
+        output: ``stdout`` and ``stderr``, as ``subprocess.Popen`` takes them.
+    """
+    passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in more}
+    told = json.dumps({"environment": passed, "folder": str(Path.cwd())}).encode() + b"\n"
+    process = subprocess.Popen(command(ssh, host, words), stdin=subprocess.PIPE, **output)
+    assert process.stdin is not None
+    with suppress(OSError):  # it has ended already, and its exit code says so
+        process.stdin.write(told)
+        process.stdin.flush()
+    return process
+
+
 def launch(
     on: Sequence[Host],
     ranks: int,
@@ -92,8 +114,6 @@ def launch(
         more: Names of variables that the ranks get as well.
     """
     port = port or random.SystemRandom().choice(_PORTS)
-    passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in more}
-    told = json.dumps({"environment": passed, "folder": str(Path.cwd())}).encode() + b"\n"
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         exit_on_signals(stack)
@@ -104,14 +124,7 @@ def launch(
             part = Part(k * ranks, len(on) * ranks, on[0].address, port)
             there = [python, "-m", "trigram", "run", "-n", str(ranks), "--part", str(part), *arguments]
             with output.pipes(k) as (stdout, stderr):
-                process = subprocess.Popen(
-                    command(ssh, host.name, there), stdin=subprocess.PIPE, stdout=stdout, stderr=stderr
-                )
-            processes.append(process)
-            assert process.stdin is not None
-            with suppress(OSError):  # it has ended already, and its exit code says so
-                process.stdin.write(told)
-                process.stdin.flush()
+                processes.append(start(ssh, host.name, there, more, stdout=stdout, stderr=stderr))
         try:
             return _watch(on, processes)
         except KeyboardInterrupt:
@@ -151,12 +164,13 @@ def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]]) -> 
 # On the other host.
 
 
-def obey(source: int) -> None:
+def obey(source: int, moves: bool = True) -> None:
     """Takes what the starting host has set, and ends this process when that host has gone.
 
     Args:
         source: The descriptor of its standard input. It is read as it is: a thread that waits in a reader of
             Python would hold its lock when this process ends.
+        moves: Whether it goes on in the folder of the starting host.
 
     Raises:
         ConfigError: Nothing was told, or the script's folder is not on this host.
@@ -165,10 +179,11 @@ def obey(source: int) -> None:
         told: Any = json.loads(_line(source))
         environment, folder = dict(told["environment"]), str(told["folder"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("run --part: this is what trigram run --hosts starts on a host") from error
+        raise ConfigError("this is what trigram run --hosts, or doctor --hosts, starts on a host") from error
     os.environ.update({str(k): str(v) for k, v in environment.items()})
     try:
-        os.chdir(folder)
+        if moves:
+            os.chdir(folder)
     except OSError as error:
         raise ConfigError(
             f"run: this host has no folder {folder} ({error.strerror}); the script must be in the same place "

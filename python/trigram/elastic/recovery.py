@@ -147,6 +147,7 @@ class ElasticModel:
         self.in_step = hooks.in_step
         groups.interrupted = self.is_called
         groups.silent = self._silent_places
+        groups.source = self.first_with_state
         # Now, not when the first rank joins: what cannot be sent is an error at the start of the job.
         serialization.pack(
             [s.state_dict() for s in self.states], "with_bagua: elastic=True, optimizer and states"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from typing import IO, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trigram.cli import remote
@@ -28,6 +29,7 @@ PORT = 29611
 PATIENCE = 120.0
 """Seconds to wait for all hosts to come."""
 _LONGEST = 600.0
+_END_SECONDS = 5.0
 
 
 def listen(port: int, count: int, seconds: float, as_json: bool) -> int:
@@ -43,7 +45,7 @@ def listen(port: int, count: int, seconds: float, as_json: bool) -> int:
         f"run on the other {count - 1}:  trigram doctor --join {socket.gethostname()}:{port}   ({names})",
         err=True,
     )
-    return _take_part(store, seconds, as_json)
+    return _take_part(store, 0, seconds, as_json)
 
 
 def join(where: str, seconds: float, as_json: bool) -> int:
@@ -54,12 +56,12 @@ def join(where: str, seconds: float, as_json: bool) -> int:
     except TrigramError as error:
         typer.echo(str(error), err=True)
         return 1
-    return _take_part(store, seconds, as_json)
+    return _take_part(store, None, seconds, as_json)
 
 
-def _take_part(store: Any, seconds: float, as_json: bool) -> int:
+def _take_part(store: Any, number: int | None, seconds: float, as_json: bool) -> int:
     try:
-        found = meeting.take_part(store, seconds, PATIENCE)
+        found = meeting.take_part(store, number, seconds, PATIENCE)
     except TrigramError as error:
         typer.echo(str(error), err=True)
         return 1
@@ -70,15 +72,16 @@ class _There:
     """The check on one host, started from here.
 
     Args:
+        ssh: What runs a command there.
         name: The host, as ``ssh`` takes it.
-        command: What runs it there.
+        words: The command.
     """
 
-    def __init__(self, name: str, command: list[str]) -> None:
+    def __init__(self, ssh: str, name: str, words: list[str]) -> None:
         self.name = name
         # Files: a host that says much must not wait for us.
         self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed in `close`
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err)
+        self.process = remote.start(ssh, name, words, stdout=self.out, stderr=self.err)
 
     def said(self, file: IO[bytes]) -> str:
         """What it has written to one of its files."""
@@ -92,10 +95,14 @@ class _There:
         return f"{self.name}: {state}: {lines[-1] if lines else 'said nothing'}"
 
     def close(self) -> None:
-        """Ends it."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(10)
+        """Ends it: it follows the end of its input."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS)
+        self.process.kill()
+        self.process.wait()
         self.out.close()
         self.err.close()
 
@@ -120,18 +127,16 @@ def over(hosts: str, ssh: str, python: str, port: int, seconds: float, as_json: 
         raise typer.BadParameter("--hosts needs two hosts or more, with commas in between")
     roles = [["--listen", str(port), "--count", str(len(named))]]
     roles += [["--join", f"{named[0].address}:{port}"]] * (len(named) - 1)
-    # Not the secret, which a list of processes would show.
-    set_here = {k: v for k, v in os.environ.items() if k.startswith("TRIGRAM_") and k != "TRIGRAM_SECRET"}
-    settings = [f"{k}={v}" for k, v in sorted(set_here.items())]
     there: list[_There] = []
     try:
         for host, role in zip(named, roles, strict=True):
-            words = ["env", *settings, python, "-m", "trigram", "doctor", *role]
+            words = [python, "-m", "trigram", "doctor", "--started", *role]
             words += ["--seconds", str(seconds), "--json"]
-            there.append(_There(host.name, remote.command(ssh, host.name, words)))
+            try:
+                there.append(_There(ssh, host.name, words))
+            except OSError as error:
+                raise typer.BadParameter(f"--ssh {ssh!r} cannot be run: {error}") from error
         return _gather(there, as_json)
-    except OSError as error:
-        raise typer.BadParameter(f"--ssh {ssh!r} cannot be run: {error}") from error
     finally:
         for one in there:
             one.close()
@@ -168,15 +173,16 @@ def show(found: dict[str, Any], as_json: bool) -> int:
     )
     ways.add_column("")
     for k in range(len(found["hosts"])):
-        ways.add_column(verdict.name(found, k), overflow="fold")
+        ways.add_column(escape(verdict.name(found, k)), overflow="fold")
     for row in verdict.table(found):
-        ways.add_row(*row)
+        ways.add_row(*map(escape, row))  # hosts give themselves their names
     console.print(ways)
     table = Table(box=SIMPLE, pad_edge=False)
     for title in ("", "what", "found", "what to do"):
         table.add_column(title, overflow="fold", no_wrap=title == "what")
     for line in lines:
-        table.add_row(f"[{COLOURS[line.status]}]{line.status}[/]", line.name, line.found, line.advice)
+        words = map(escape, (line.name, line.found, line.advice))
+        table.add_row(f"[{COLOURS[line.status]}]{line.status}[/]", *words)
     console.print(table)
     return code
 

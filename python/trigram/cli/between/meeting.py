@@ -26,6 +26,7 @@ def served(port: int, hosts: int) -> tuple[dist.Store, int]:
     store = dist.TCPStore("0.0.0.0", port, None, True, timedelta(seconds=60), wait_for_workers=False)
     store.set(_WORD, secrets.token_hex(8))
     store.set(f"{_COUNT}/wanted", str(hosts))
+    store.add(_COUNT, 1)  # this host is number 0, however soon the others come
     return store, store.port
 
 
@@ -44,11 +45,12 @@ def joined(host: str, port: int, seconds: float) -> dist.Store:
         ) from error
 
 
-def take_part(store: dist.Store, seconds: float, patience: float) -> dict[str, Any]:
+def take_part(store: dist.Store, number: int | None, seconds: float, patience: float) -> dict[str, Any]:
     """What this host and the others find out, the same on all.
 
     Args:
         store: Where the hosts meet.
+        number: 0 on the host that serves the store, and ends last; None elsewhere.
         seconds: How long to send on each way.
         patience: Seconds to wait for all hosts.
 
@@ -60,7 +62,7 @@ def take_part(store: dist.Store, seconds: float, patience: float) -> dict[str, A
         TimeoutError: Hosts have not come, or have gone.
     """
     word, count = store.get(_WORD).decode(), int(store.get(f"{_COUNT}/wanted"))
-    me = store.add(_COUNT, 1) - 1
+    me = store.add(_COUNT, 1) - 1 if number is None else number
     if me >= count:
         raise TimeoutError(f"doctor: {count} hosts take part already; pass a larger --count where it listens")
     listener = Listener(f"{word}:{me}")

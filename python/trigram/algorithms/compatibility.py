@@ -41,6 +41,7 @@ Feature = Literal[
     "modules with sparse=True",
     "elastic=True",
     "init(spare=True)",
+    "init(replica_size=)",
     "group=",
     "algorithm='auto'",
     "TRIGRAM_GRADIENTS",
@@ -226,6 +227,12 @@ REFUSALS = (
         "init(spare=True)",
         "an average added with trigram.register",
         "it need not be linear, so the zeros of a spare would count; start it as an ordinary rank",
+    ),
+    Refusal(
+        "init(replica_size=)",
+        "state='sharded'",
+        "which ranks have which part of the state is kept for one group of ranks, not for each place in a "
+        "replica; shard with fully_shard inside the replica",
     ),
     Refusal(
         "trigram.join",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trigram import _core
+from trigram.elastic.replicas import Replicas
 from trigram.runtime.live_store import ReconnectingStore
 
 # The keys in the store: the protocol between members and joining ranks. `{}` is the number of a request.
@@ -106,7 +107,9 @@ class JoinQueue:
         status: What the leader publishes, see :meth:`trigram.elastic.membership.Membership.status`.
         describe: Returns more of the job's status, which changes during an epoch.
         is_leader: Whether this rank is the leader.
-        pending: The requests that wait for admission, by their number: ``rank``, ``endpoint`` and ``spare``.
+        pending: The requests of whole replicas that wait for admission, by their number: ``rank``, ``endpoint``
+            and ``spare``.
+        waiting: The ranks that wait, those too whose replica is not complete yet.
         regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
             because a rank waits or is to leave; None: it has not asked. Only jobs whose ranks are not in step
             need it.
@@ -114,11 +117,14 @@ class JoinQueue:
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
-    def __init__(self, store: ReconnectingStore, rank: int, is_asked: Callable[[], bool]) -> None:
-        self.store, self.rank, self.is_asked = store, rank, is_asked
+    def __init__(
+        self, store: ReconnectingStore, rank: int, is_asked: Callable[[], bool], replicas: Replicas
+    ) -> None:
+        self.store, self.rank, self.is_asked, self.replicas = store, rank, is_asked, replicas
         self.status: dict[str, Any] = {}
         self.describe: Callable[[], dict[str, Any]] = dict
         self.pending: dict[int, dict[str, Any]] = {}
+        self.waiting: list[int] = []
         self.answered: set[int] = set()
         self.hosted_store: Any = None
         self.is_leader = False
@@ -149,10 +155,13 @@ class JoinQueue:
     def requests(self) -> list[dict[str, Any]]:
         """The pending requests, each with ``id``, ``rank``, ``endpoint`` and ``spare``.
 
-        A rank whose admission failed before comes alone and last, so that it holds up no other rank.
+        A replica whose admission failed before comes alone and last, so that it holds up no other.
         """
         pending = [{"id": i, **request} for i, request in sorted(self.pending.items())]
-        return [request for request in pending if request["rank"] not in self._deferred] or pending[:1]
+        ranks = [request["rank"] for request in pending]
+        asks = self.replicas.whole([r for r in ranks if r not in self._deferred])
+        asks = asks or self.replicas.first(ranks, 1)
+        return [request for request in pending if request["rank"] in asks]
 
     def defer(self, ranks: Sequence[int]) -> None:
         """Delays the next attempt to admit these ranks, longer each time: all members stop for an attempt."""
@@ -188,7 +197,7 @@ class JoinQueue:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
             published = {**status, **self.describe(), "leader": self.rank, "heartbeat": heartbeat}
-            published |= {"joining": [r["rank"] for r in self.pending.values()], "draining": draining}
+            published |= {"joining": self.waiting, "draining": draining}
             published["regroup_request"] = self.regroup_request
             if status is self.status:  # else another epoch has begun meanwhile
                 self.store.put(STATUS, json.dumps(published))
@@ -234,7 +243,21 @@ class JoinQueue:
                 self.answer(i, {"refused": reason})
             elif self._deferred.get(request["rank"], (0, 0.0))[1] < time.monotonic():
                 pending[i] = request
-        self.pending, self._heartbeats = pending, heartbeats
+        self._refuse_mixed(pending)
+        self.waiting, self._heartbeats = sorted({r["rank"] for r in pending.values()}), heartbeats
+        complete = self.replicas.whole(self.waiting)
+        self.pending = {i: r for i, r in pending.items() if r["rank"] in complete}
+
+    def _refuse_mixed(self, pending: dict[int, dict[str, Any]]) -> None:
+        """Refuses, and takes out, those of replicas of which some ranks are spares and others are not."""
+        kinds: dict[int, set[bool]] = {}
+        for request in pending.values():
+            kinds.setdefault(self.replicas.number(request["rank"]), set()).add(request["spare"])
+        for i, request in list(pending.items()):
+            if len(kinds[self.replicas.number(request["rank"])]) > 1:
+                why = "only some ranks of its replica are spares (spare=True, or TRIGRAM_SPARE=1); make all so"
+                self.answer(i, {"refused": why})
+                del pending[i]
 
 
 class JoinRequest:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from trigram import _core
+from trigram.collectives.consistency import listed
 from trigram.elastic import draining, membership
 from trigram.elastic.history import History
 from trigram.elastic.join_queue import (
@@ -26,6 +27,7 @@ from trigram.elastic.join_queue import (
     JoinRequest,
 )
 from trigram.elastic.membership import Membership
+from trigram.elastic.replicas import Replicas
 from trigram.elastic.spares import Spares
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, world
@@ -58,6 +60,7 @@ class Start:
         settings: How other ranks reach this one.
         op_timeout: The argument of ``init``, in seconds.
         spare: Whether this rank is a spare.
+        replica_size: How many ranks make up a replica.
     """
 
     def __init__(
@@ -68,12 +71,13 @@ class Start:
         settings: Settings,
         op_timeout: float | None,
         spare: bool = False,
+        replica_size: int = 1,
     ) -> None:
-        self.spare = spare
+        self.spare, self.replicas = spare, Replicas(replica_size)
         self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
         draining.check_settings()  # here, where all ranks are told
         asked = job.here().part(draining.Draining).is_asked
-        self.queue = None if store is None else JoinQueue(connect_again(store), rank, asked)
+        self.queue = None if store is None else JoinQueue(connect_again(store), rank, asked, self.replicas)
         if self.queue is None:
             return
         self.queue.hosted_store = store
@@ -105,6 +109,7 @@ class Start:
         )
         spares = Spares(frozenset([self.rank] if self.spare else []))
         mine = Membership([], self.size, self.settings, self.queue, History(), newcomer=True, spares=spares)
+        mine.replicas = self.replicas
         engine = cast(_core.Engine, MissingEngine(self.rank))
         return World(engine, group, self.rank, self.size, self.op_timeout, elastic=mine)
 
@@ -113,6 +118,7 @@ class Start:
         ranks = list(range(self.size))
         known = Spares().with_members(ranks, spares)
         mine = Membership(ranks, self.size, self.settings, self.queue, History(), spares=known)
+        mine.replicas = self.replicas
         if self.queue is not None:
             self.queue.serve(self.rank == 0, mine.status())
         return mine
@@ -211,11 +217,18 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
             f"elastic: rank {now.rank} has TRIGRAM_TRANSPORT={ours}, but the job runs with {theirs}; set the "
             "same on all ranks"
         )
+    if (theirs := status["replica_size"]) != mine.replicas.size:
+        raise ConfigError(
+            f"elastic: rank {now.rank} has init(replica_size={mine.replicas.size}), but the job runs with "
+            f"{theirs}; pass the same on all ranks"
+        )
     store = watch.store
     rendezvous = _core.Rendezvous(now.rank, max(int(status["slots"]), now.rank + 1), *mine.settings)
     is_spare = now.rank in mine.spares.ranks
     request = JoinRequest(store, now.rank, rendezvous.endpoint_record(), is_spare)
-    answer = _await_answer(request, watch, now.rank, end)
+    partners = [r for r in mine.replicas.of(now.rank) if r != now.rank]
+    others = f"; it admits whole replicas: do rank(s) {listed(partners)} wait too?" if partners else ""
+    answer = _await_answer(request, watch, now.rank, end, others)
     if "refused" in answer:
         raise RefusedError(f"elastic: the job refused rank {now.rank}: {answer['refused']}")
     endpoints = [bytes.fromhex(e) for e in answer["endpoints"]]
@@ -236,6 +249,7 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
             newcomer=True,
             commits=answer["commits"],
             spares=Spares(frozenset(answer["spares"]), answer["target"]),
+            replicas=mine.replicas,
         )
         new = membership.build(
             engine, now, before, answer["ranks"], len(endpoints), answer["stateless"], before.spares
@@ -248,8 +262,11 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
     return new
 
 
-def _await_answer(request: JoinRequest, watch: JobWatch, rank: int, end: float) -> dict[str, Any]:
-    """Waits until the leader answers the request; ``end`` is a time of ``time.monotonic``."""
+def _await_answer(
+    request: JoinRequest, watch: JobWatch, rank: int, end: float, others: str
+) -> dict[str, Any]:
+    """Waits until the leader answers the request; ``end`` is a time of ``time.monotonic``, and ``others`` is
+    added to what is said then."""
     while (answer := request.answer()) is None:
         status = watch.status()
         if status is None:
@@ -260,7 +277,7 @@ def _await_answer(request: JoinRequest, watch: JobWatch, rank: int, end: float) 
                     f"another process is rank {rank} of the job and is alive; set another RANK here"
                 )
             raise TimeoutError(
-                f"the job received the join request of rank {rank}, but did not admit it in time"
+                f"the job received the join request of rank {rank}, but did not admit it in time{others}"
             )
         time.sleep(0.02)
     return answer

@@ -31,6 +31,7 @@ from trigram.collectives.consistency import listed
 from trigram.elastic.draining import Draining
 from trigram.elastic.history import History
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
+from trigram.elastic.replicas import Replicas
 from trigram.elastic.spares import Spares
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TimeoutError, TrigramError
 from trigram.runtime import engine_codes, job, world
@@ -82,8 +83,10 @@ class Membership:
         empty_regroups: How often in this epoch all members regrouped and admitted none, because the rank that
             waited had ended.
         spares: The spares among them, and how many ranks train; the same on all members.
+        replicas: Which ranks come and leave together; the same on all members.
         stateless: Members that have no training state yet: they do not count in a quorum.
         reachable_groups: The groups of reachable members made in this epoch, by their ranks.
+        replica_group: The ranks of this one's replica in this epoch; None: not made yet.
     """
 
     ranks: list[int]
@@ -97,8 +100,10 @@ class Membership:
     change_pending: bool = False
     empty_regroups: int = 0
     spares: Spares = field(default_factory=Spares)
+    replicas: Replicas = field(default_factory=Replicas)
     stateless: frozenset[int] = frozenset()
     reachable_groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    replica_group: Group | None = None
 
     def training(self) -> list[int]:
         """See :class:`trigram.runtime.job.Membership`."""
@@ -124,7 +129,8 @@ class Membership:
     def status(self) -> dict[str, Any]:
         """What a rank must know of the job before it sends a join request."""
         status = {"epoch": self.epoch, "slots": self.slots, "ranks": self.ranks, "spares": self.idle()}
-        return status | {"empty_regroups": self.empty_regroups, "transport": self.settings[2]}
+        status |= {"empty_regroups": self.empty_regroups, "transport": self.settings[2]}
+        return status | {"replica_size": self.replicas.size}
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,14 @@ def current() -> tuple[World, Membership]:
     return now, now.elastic
 
 
+def replica_group() -> Group | None:
+    """The group of the ranks of this one's replica, for its decisions; None if the replica is one rank."""
+    now, mine = current()
+    if mine.replica_group is None and mine.replicas.size > 1 and mine.ranks:
+        mine.replica_group = now.among(now.group, "replica", mine.replicas.of(now.rank))
+    return mine.replica_group
+
+
 def regroup_requested() -> bool:
     """Whether the leader asks the members to regroup and admit a rank. Ranks read this at different times."""
     _, mine = current()
@@ -208,7 +222,8 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
         leaving: How ranks leave.
 
     Raises:
-        PeerLostError: The ranks that this rank reaches are not the quorum: they must not continue the job.
+        PeerLostError: The ranks that this rank reaches are not the quorum: they must not continue the job. Or
+            another rank of this one's replica is lost.
         TimeoutError: A member that runs has not called it within ``op_timeout`` seconds.
     """
     prepared: PreparedWorld | None = None
@@ -221,7 +236,8 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
         lost, decision, without = dict(now.engine.losses()), None, None
         if prepared is not None and prepared.is_committed(lost):
             return _switch_to(prepared)
-        reachable = [r for r in mine.ranks if r not in lost]
+        _check_replica(now, mine, lost, prepared)
+        reachable = mine.replicas.whole([r for r in mine.ranks if r not in lost])
         asked = job.here().part(Draining).is_asked()
         try:
             group = _reachable_group(now, mine, reachable)
@@ -269,6 +285,10 @@ class NoQuorumError(PeerLostError):
     """The reachable ranks are not the quorum of an elastic job: the others may continue it."""
 
 
+class ReplicaLostError(PeerLostError):
+    """Another rank of this one's replica is lost: the others go on without this replica."""
+
+
 class AbsentError(TimeoutError):
     """Members that run have not come to a change of the membership within the limit of a collective."""
 
@@ -278,6 +298,22 @@ class StateLostError(PeerLostError):
 
 
 # The steps of `change_membership`.
+
+
+def _check_replica(now: World, mine: Membership, lost: dict[int, str], prepared: PreparedWorld | None) -> None:
+    """Raises if a rank of this one's replica is lost: the others take the whole replica for lost."""
+    gone = [r for r in mine.replicas.of(now.rank) if r in lost]
+    if not gone:
+        return
+    if prepared is not None:
+        prepared.world.engine.shutdown(False)
+    mine.leave()  # it must not lead, nor look alive to ranks that join
+    raise ReplicaLostError(
+        f"elastic: rank(s) {listed(gone)} of the replica of rank {now.rank} (ranks "
+        f"{listed(mine.replicas.of(now.rank))}) are lost, so the replica leaves the job; the other replicas "
+        "go on. Start all ranks of this replica again to join",
+        gone[0],
+    )
 
 
 def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Group:
@@ -323,13 +359,14 @@ def _decide(
         between_steps = (
             bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
         )
-        leave = [r for r, each in zip(group.ranks, asked, strict=True) if each and between_steps]
+        to_leave = mine.replicas.touched(r for r, each in zip(group.ranks, asked, strict=True) if each)
+        leave = [r for r in group.ranks if r in to_leave and between_steps]
         drained = len(leave) == len(group.ranks)
         # Nobody leaves while another is lost, who may have had the only other copy of what that rank has, or
         # while one that has joined has no state yet: a step later they do.
         if drained or len(group.ranks) < len(mine.ranks) or bool(known[:, 0].any()):
             leave = []
-        leave = leave[:at_once]
+        leave = mine.replicas.first(leave, at_once) if at_once else []
         # A leader that leaves admits nobody: it would have to tell that rank how its admission ended. Nobody
         # is admitted to a job that ends.
         may_admit = may_admit and between_steps and not drained and group.ranks[0] not in leave
@@ -338,7 +375,8 @@ def _decide(
         for request in requests:
             if request["rank"] not in group.ranks:  # it was one when the request was read
                 joining[request["rank"]] = request
-        chosen = list(joining.values())[:_MOST_ADMISSIONS]
+        admitted = mine.replicas.first(mine.replicas.whole(sorted(joining)), _MOST_ADMISSIONS)
+        chosen = [joining[r] for r in admitted]
         begin = bool(chosen or leave) or len(group.ranks) < len(mine.ranks) or bool(renew.any())
         told = {"renew": begin, "requests": chosen, "leave": leave, "drained": drained}
         text = json.dumps(told).encode()
@@ -353,6 +391,8 @@ def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor) -
         for r in mine.ranks
         if any(_LOSS_KINDS[int(k) % _STATELESS] in ("left", "dead") for k in losses[:, r])
     }
+    # What is left of a replica leaves as well.
+    ended = mine.replicas.touched(ended)
     # A rank has the training state as soon as one rank knows that it has.
     stateless = {r for r in mine.ranks if bool((losses[:, r] >= _STATELESS).all())}
     voters = [r for r in reachable if r not in stateless]
@@ -466,6 +506,7 @@ def build(
         mine.newcomer,
         mine.commits,
         spares=spares,
+        replicas=mine.replicas,
         stateless=frozenset(stateless),
     )
     return World(engine, group, now.rank, slots, now.op_timeout, elastic=after)
@@ -565,7 +606,7 @@ def is_loss(error: TrigramError) -> bool:
 
     It waits for up to three seconds, because the error may arrive before the loss does.
     """
-    if isinstance(error, NoQuorumError | StateLostError):
+    if isinstance(error, NoQuorumError | StateLostError | ReplicaLostError):
         return False
     if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False

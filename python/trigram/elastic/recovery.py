@@ -29,13 +29,14 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic import draining, joining, membership
+from trigram.elastic import draining, joining, local_state, membership
 from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
 from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import Part
 from trigram.runtime.records import broadcast_bytes
+from trigram.runtime.world import REPLICA_ORDINALS
 
 _JOIN_POLL = 0.1
 """Seconds between two looks for ranks that join while all others wait for them."""
@@ -123,7 +124,10 @@ class ElasticModel:
         hooks: The model's step hooks.
 
     Attributes:
-        newcomers: World ranks that contribute nothing to the step under way.
+        arrived: World ranks that joined and contribute nothing to the step under way.
+        members: The group of all members; the same object while the job lasts.
+        everyone: Ends a step on all members together; of their places only, see :mod:`replicas`, are the
+            model's groups.
         is_new: This rank has joined in the present epoch.
         behind: When the last change of the membership began, some ranks had yet to complete what others had.
 
@@ -142,8 +146,10 @@ class ElasticModel:
         hooks: ElasticHooks,
     ) -> None:
         self.model = weakref.ref(model)
-        self.title, self.states, self.groups = title, hooks.shared.state_sources(states), groups
-        self.hooks = hooks
+        self.title, self.groups, self.hooks = title, groups, hooks
+        self.states = [local_state.of(s) for s in hooks.shared.state_sources(states)]
+        self.members = current()[0].group
+        self._find_places()
         self.in_step = hooks.in_step
         groups.interrupted = self.is_called
         groups.silent = self._silent_places
@@ -154,9 +160,16 @@ class ElasticModel:
         )
         self.sending: list[collectives.Work] = []
         self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
-        self.newcomers: list[int] = []
+        self.arrived: list[int] = []
         self.is_new = self.behind = False
         self._stay, self._history = job.here().stay, current()[1].history
+
+    def _find_places(self) -> None:
+        """Makes the groups beside those of the model, in a new epoch."""
+        now, mine = current()
+        self.everyone = self.groups.control
+        if mine.replicas.size > 1:
+            self.everyone = now.new_group(self.members.ranks, "commit", REPLICA_ORDINALS)
 
     def begins_again(self, hooks: ElasticHooks) -> None:
         """The algorithm has other hooks from now on."""
@@ -173,12 +186,17 @@ class ElasticModel:
         return not self.newcomer and current()[0].rank in self.silent
 
     @property
+    def newcomers(self) -> list[int]:
+        """Those of the model's ranks that joined and contribute nothing to the step under way."""
+        return [r for r in self.arrived if r in self.groups.control.ranks]
+
+    @property
     def silent(self) -> list[int]:
-        """World ranks that contribute nothing to the step under way: those that joined, and spares. A rank
-        that joins takes its place when that step is over; until then a spare has it."""
+        """Those of the model's ranks that contribute nothing to the step under way: those that joined, and
+        spares. A rank that joins takes its place when that step is over; until then a spare has it."""
         _, mine = current()
-        counting = mine.spares.training([r for r in mine.ranks if r not in self.newcomers])
-        return [r for r in mine.ranks if r not in counting]
+        counting = mine.spares.training([r for r in mine.ranks if r not in self.arrived])
+        return [r for r in self.groups.control.ranks if r not in counting]
 
     def _silent_places(self) -> list[int]:
         ranks = self.groups.control.ranks
@@ -197,28 +215,33 @@ class ElasticModel:
         """
         self.receiving = None
         if not fresh:
-            self.groups.renew(group)
+            if (places := training_group()) is not group:
+                self.groups.group.become(places)
+            self.groups.renew(self.groups.group)
+            self._find_places()
         control = self.groups.control
         rank = control.ranks[control.rank]
+        # The source's replica has the state of each place.
+        (source,) = current()[1].replicas.row(rank, current()[1].replicas.of(change.source))
         mine = None
-        if rank == change.source:
+        if rank == source:
             mine = {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
-        meta = _broadcast(mine, change.source, control)
+        meta = _broadcast(mine, source, control)
         if meta["title"] != self.title or meta["layout"] != self._layout():
             raise MismatchError(
                 f"elastic: rank {rank} has another model or algorithm than the job it joins, which trains "
                 f"with {meta['title']}; use the same model and algorithm"
             )
-        self.newcomers = change.newcomers
+        self.arrived = change.newcomers
         self.is_new = rank in change.newcomers
         self.behind = change.behind
-        self._start_transfer(change, control)
+        self._start_transfer(source, control)
         self.hooks.follow(meta, self)
 
     def first_with_state(self) -> int:
         """The place in the group of the rank whose buffers count."""
-        ranks = [r for r in current()[1].ranks if r not in self.newcomers]
-        return self.groups.control.ranks.index(_first(ranks))
+        ranks = self.groups.control.ranks
+        return ranks.index(_first([r for r in ranks if r not in self.arrived]))
 
     def describe(self) -> dict[str, Any]:
         """What changes in the job's status while an epoch lasts; any thread may call it."""
@@ -237,24 +260,24 @@ class ElasticModel:
             f"{n}{tuple(t.shape)}{t.dtype}" for n, t in [*model.named_parameters(), *model.named_buffers()]
         )
 
-    def _start_transfer(self, change: MembershipChange, control: Group) -> None:
+    def _start_transfer(self, source: int, control: Group) -> None:
         """Starts to send the training state to new ranks, in the background of the training."""
         rank = control.ranks[control.rank]
-        if rank == change.source and change.newcomers:
+        if rank == source and self.newcomers:
             state = serialization.pack(self._state(), "elastic: the training state for a joining rank")
             size = torch.tensor([state.numel()], device="cpu")
-            for newcomer in change.newcomers:
+            for newcomer in self.newcomers:
                 for message in (size.clone(), state):
                     work = collectives.send(message, newcomer, _STATE_TAG, control, async_op=True)
                     assert work is not None
                     self.sending.append(work)
-        elif rank in change.newcomers:
+        elif rank in self.newcomers:
             size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            collectives.recv(size, change.source, _STATE_TAG, control)
+            collectives.recv(size, source, _STATE_TAG, control)
             data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            work = collectives.recv(data, change.source, _STATE_TAG, control, async_op=True)
+            work = collectives.recv(data, source, _STATE_TAG, control, async_op=True)
             assert work is not None
-            self.receiving = data, work, change.source
+            self.receiving = data, work, source
 
     def _state(self) -> dict[str, Any]:
         model = self.model()
@@ -272,7 +295,8 @@ class ElasticModel:
     def abort_calls(self) -> None:
         """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
         self.groups.line.clear()
-        for group in (self.groups.main, self.groups.second_phase, self.groups.control):
+        groups = self.groups.main, self.groups.second_phase, self.groups.control, self.everyone
+        for group in {id(g): g for g in groups}.values():
             group.core.abort(
                 group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
             )
@@ -306,30 +330,26 @@ class ElasticModel:
         if self._mine().change_pending:
             recover(boundary=True)
         while True:
-            try:
+            with _losses() as lost:
                 prepare(self.first_with_state())
+            if not self.agreed(bool(lost)):
                 return
-            except TrigramError as e:
-                if not is_loss(e):
-                    raise
-                self.regroup(boundary=False)
-                if not self.behind:
-                    return
+            self.regroup(boundary=False)
+            if not self.behind:
+                return
 
     def complete(self, a_pass: Pass) -> None:
         """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
-        complete = False
+        complete = change_pending = False
         while True:
             begun = time.monotonic()
-            try:
+            with _losses() as lost:
                 if not complete:
                     a_pass.send_rest()
                     self.receive()
                     complete = True
                 change_pending = self._commit()
-            except TrigramError as e:
-                if not is_loss(e):
-                    raise
+            if self.agreed(bool(lost)):
                 self._history.wasted += time.monotonic() - begun
                 change = self.regroup(boundary=False, complete=complete)
                 if not (complete and change.commit):
@@ -340,7 +360,7 @@ class ElasticModel:
             _, mine = current()
             mine.commits += 1
             mine.newcomer, mine.change_pending, mine.stateless = False, change_pending, frozenset()
-            self.newcomers = []
+            self.arrived = []
             self._release_sent()
             return
 
@@ -352,24 +372,23 @@ class ElasticModel:
                 loss: in the new epoch all ranks get the mean of the weights.
         """
         mine = self._mine()
-        if not self.is_called():  # else `between_steps` regroups
-            try:
+        lost: list[TrigramError] = []
+        if not (called := self.is_called()):  # else `between_steps` regroups
+            with _losses() as lost:
                 if step():
                     mine.change_pending = self._is_change_pending()
-            except TrigramError as e:
-                if not is_loss(e):
-                    raise
-                if self.in_step:
-                    self.regroup(boundary=False)
+        # The other ranks of the replica may have made the step, or not know of the loss yet.
+        called = called and mine.replicas.size > 1
+        if self.agreed(bool(lost) or called) and self.in_step:
+            self.regroup(boundary=False)
         self._end_step()
 
     def between_steps(self) -> None:
         """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all
         that belongs to it (schedulers, its own counters), so that a joining rank receives a complete
         state."""
-        if self._mine().change_pending or self.is_called():
-            with self.forgiving():
-                self.regroup()
+        if self.agreed(self._mine().change_pending or self.is_called()):
+            self.regroup()
             self._end_step()
         elif not self.in_step and job.here().part(draining.Draining).is_overdue():
             # The store, through which the others would have learned of it, has gone. They find out now.
@@ -391,7 +410,7 @@ class ElasticModel:
 
     def _end_step(self) -> None:
         self.has_state()
-        self.newcomers, self.is_new = [], False
+        self.arrived, self.is_new = [], False
         self._release_sent()
 
     def has_state(self) -> None:
@@ -418,12 +437,14 @@ class ElasticModel:
     @contextlib.contextmanager
     def forgiving(self) -> Iterator[None]:
         """A block that is not repeated if a rank is lost in it: the ranks regroup and continue after it."""
-        try:
+        with _losses() as lost:
             yield
-        except TrigramError as e:
-            if not is_loss(e):
-                raise
+        if self.agreed(bool(lost)):
             self.regroup(boundary=False)
+
+    def agreed(self, lost: bool) -> bool:
+        """See :func:`_agreed`."""
+        return _agreed(lost)
 
     def _commit(self) -> bool:
         """Ends when all members have the results of the pass; returns whether one waits to join or leave."""
@@ -443,7 +464,7 @@ class ElasticModel:
         pending = mine.queue is not None and bool(mine.queue.pending)  # the leader knows who waits to join
         pending = pending or draining.draining()
         values = torch.tensor([int(pending), *numbers], device="cpu")
-        collectives.all_reduce(values, "max", None, self.groups.control)
+        collectives.all_reduce(values, "max", None, self.everyone)
         found: list[int] = values.tolist()
         return found
 
@@ -466,7 +487,7 @@ class _Models(Part):
 
     def of(self, group: Group) -> list[ElasticModel]:
         """The models that exist still and belong to the job of this group, not to an earlier one."""
-        return [m for m in self.models if m.model() is not None and m.groups.group is group]
+        return [m for m in self.models if m.model() is not None and m.members is group]
 
 
 def add(part: ElasticModel) -> None:
@@ -492,8 +513,10 @@ def add(part: ElasticModel) -> None:
     job.here().part(draining.Draining).trains = True
     if mine.newcomer:
         # The members call `renew` at the end of `recover`; this rank's groups were made after it joined.
-        with _recover_from_loss():
+        with _losses() as lost:
             part.renew(now.group, known.join_change, fresh=True)
+        if _agreed(bool(lost)):
+            known.join_change = recover(boundary=False)
 
 
 def _others(known: _Models, group: Group, part: ElasticModel) -> list[ElasticModel]:
@@ -507,10 +530,22 @@ def _first(ranks: Sequence[int]) -> int:
     return min(ranks, key=lambda r: (r in spares, r))
 
 
+def training_group() -> Group:
+    """The group of the ranks that train a model together: all members, or those with this rank's place in
+    their replicas. All of them call it."""
+    now, mine = current()
+    return now.group if mine.replicas.size == 1 else now.new_group(_row(now.group), "places", REPLICA_ORDINALS)
+
+
+def _row(group: Group) -> list[int]:
+    """Those ranks of a group of this rank that have its place in their replicas."""
+    return current()[1].replicas.row(group.ranks[group.rank], group.ranks)
+
+
 def first_place() -> int:
-    """The place of that rank in the group of all members."""
-    present, mine = current()
-    return present.group.ranks.index(_first(mine.ranks))
+    """The place of that rank in the group that trains a model."""
+    ranks = _row(current()[0].group)
+    return ranks.index(_first(ranks))
 
 
 def is_newcomer() -> bool:
@@ -523,9 +558,15 @@ def has_spares() -> bool:
     return bool(current()[1].spares.ranks)
 
 
+def replica_size() -> int:
+    """How many ranks make up a replica."""
+    return current()[1].replicas.size
+
+
 def counting() -> int:
-    """How many ranks of the job count: all but spares."""
-    return len(current()[1].training())
+    """How many ranks of the group that trains a model count: all but spares."""
+    _, mine = current()
+    return len(mine.training()) // mine.replicas.size
 
 
 def enter_job() -> None:
@@ -551,21 +592,39 @@ def join_job() -> None:
     if not joining.must_join():
         return
     joining.join()
-    now, _ = current()
+    now, known = current()[0], job.here().part(_Models)
     # The members make the same call at the end of `recover`.
-    with _recover_from_loss():
-        job.here().part(_Models).join_change = _describe_change(now.group, newcomer=True, commit=False)
+    with _losses() as lost:
+        known.join_change = _describe_change(now.group, newcomer=True, commit=False)
+    if _agreed(bool(lost)):  # this rank recovers like all
+        known.join_change = recover(boundary=False)
 
 
 @contextlib.contextmanager
-def _recover_from_loss() -> Iterator[None]:
-    """A block of a rank that has just joined: if a rank is lost in it, this rank recovers like all."""
+def _losses() -> Iterator[list[TrigramError]]:
+    """A block that a loss ends; it is then in the list that the block gets."""
+    lost: list[TrigramError] = []
     try:
-        yield
+        yield lost
     except TrigramError as e:
         if not is_loss(e):
             raise
-        job.here().part(_Models).join_change = recover(boundary=False)
+        lost.append(e)
+
+
+def _agreed(lost: bool) -> bool:
+    """Whether a rank of this one's replica must regroup; all of them make this call at the same places.
+
+    The ranks of a replica wait for each other in calls of their own. If one regrouped alone, it would wait for
+    all members, and the rest of its replica for it.
+    """
+    group = membership.replica_group()
+    if group is None:
+        return lost
+    flag = torch.tensor([int(lost)], device="cpu")
+    with _losses() as broken:
+        collectives.all_reduce(flag, "max", None, group)
+    return bool(flag) or bool(broken)
 
 
 def _broadcast(value: Any, src: int, group: Group) -> Any:
@@ -620,24 +679,23 @@ def _recover(boundary: bool, complete: bool) -> MembershipChange:
                 model.behind = change.behind
             return _answered(change, current()[0].group)
         drained = change.drained
-        try:
-            now, mine = current()
-            if change.commit:
-                mine.newcomer = False  # its first pass counts, so it has received the training state
+        now, mine = current()
+        if change.commit:
+            mine.newcomer = False  # its first pass counts, so it has received the training state
+        with _losses() as lost:
             change = _describe_change(now.group, mine.newcomer, change.commit, change.behind)
             known = job.here().part(_Models)
             known.models = known.of(now.group)
             for model in known.models:
                 model.renew(now.group, change)
-            logs.warning(
-                f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
-                + (f"; {listed(change.newcomers)} joined" if change.newcomers else "")
-                + (f"; {listed(mine.idle())} spare" if mine.idle() else "")
-            )
-            return _answered(replace(change, drained=drained), now.group)
-        except TrigramError as e:
-            if not is_loss(e):
-                raise
+        if _agreed(bool(lost)):
+            continue
+        logs.warning(
+            f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
+            + (f"; {listed(change.newcomers)} joined" if change.newcomers else "")
+            + (f"; {listed(mine.idle())} spare" if mine.idle() else "")
+        )
+        return _answered(replace(change, drained=drained), now.group)
 
 
 def _answered(change: MembershipChange, group: Group) -> MembershipChange:
@@ -645,7 +703,7 @@ def _answered(change: MembershipChange, group: Group) -> MembershipChange:
     if not change.drained:
         return change
     asked = job.here().part(draining.Draining)
-    by, asked.asked = asked.asked, None
+    by, asked.asked = asked.asked or "with its replica", None
     raise DrainError(
         f"elastic: all ranks of the job ({listed(group.ranks)}) were asked to leave it (this one: {by}), so "
         "nobody would go on with the training; save a checkpoint where this error is caught, and start the "
@@ -658,16 +716,24 @@ def _leaving(models: Sequence[ElasticModel]) -> Leaving:
 
     def hand_over(group: Group) -> None:
         for model in models:
-            model.hooks.hand_over(group)
+            model.hooks.hand_over(_places(group))
 
     at_once = min((model.hooks.shared.most_leaving() for model in models), default=sys.maxsize)
     return Leaving(at_once, hand_over)
 
 
+def _places(group: Group) -> Group:
+    """Those of a group that have this rank's place in their replicas, in the present epoch. All its ranks call
+    it."""
+    if (ranks := _row(group)) == list(group.ranks):
+        return group
+    return current()[0].among(group, "places", ranks)
+
+
 def _leave(models: Sequence[ElasticModel]) -> NoReturn:
     """Leaves the job, which goes on without this rank, and ends its script."""
     here = job.here()
-    rank, asked = world.current().rank, here.part(draining.Draining).asked
+    rank, asked = world.current().rank, here.part(draining.Draining).asked or "with its replica"
     for model in models:
         model.hooks.leave()
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")

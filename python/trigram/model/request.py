@@ -102,6 +102,8 @@ class Request:
             recovery.enter_job()
             check_elastic(self.algorithm)  # before this rank joins as a spare
             recovery.join_job()
+            if self.group is None:
+                return recovery.training_group()
         return resolve(self.group)
 
     def among(self, ranks: Group, model: nn.Module) -> Request:
@@ -174,6 +176,8 @@ def check_elastic(chosen: Algorithm) -> None:
     features.add("elastic=True")
     if recovery.has_spares():
         features.add("init(spare=True)")
+    if recovery.replica_size() > 1:
+        features.add("init(replica_size=)")
     compatibility.check(f"algorithm {chosen.name!r}", features)
 
 

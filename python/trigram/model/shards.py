@@ -24,6 +24,7 @@ class LocalShards(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.shards = nn.ParameterList()
+        self._model = weakref.ref(model)
         wrapped = wrapped_models.get(model)
         hooks = wrapped.hooks if wrapped is not None and not wrapped.stale else None
         updates = hooks.updates if isinstance(hooks, GradientSync) else None
@@ -72,6 +73,25 @@ def local_shards(model: nn.Module) -> LocalShards:
             ``optimizer=``.
     """
     return LocalShards(model)
+
+
+def follow(model: nn.Module) -> None:
+    """In an elastic job: ranks come and go where the model that ``model`` has the shards of begins a step."""
+    whole = model._model() if isinstance(model, LocalShards) else None
+    if whole is None:
+        return
+    shards = weakref.ref(model)
+
+    def begins(*_: Any) -> None:
+        mine = shards()
+        wrapped = None if mine is None else wrapped_models.get(mine)
+        if wrapped is None or wrapped.stale or wrapped.hooks is None:
+            handle.remove()
+        else:
+            wrapped.hooks.between_steps()
+
+    # Before the hook of FSDP, which gathers the shards.
+    handle = whole.register_forward_pre_hook(begins, prepend=True)
 
 
 def collect(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
 from trigram.model.request import Request, check_copies, check_elastic, request
-from trigram.model.shards import collect, give_back
+from trigram.model.shards import collect, follow, give_back
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
 from trigram.runtime.group import Group
@@ -156,6 +156,8 @@ def _wrap(model: nn.Module, asked: Request, ranks: Group) -> None:
     methods.add(model)
     if asked.measured is not None and ranks.size > 1:
         measuring.Watch(model, ranks, asked.measured, planned.conclude)
+    if elastic:
+        follow(model)
     collect(model)
 
 

@@ -113,6 +113,10 @@ class World:
         in the same order."""
         return self._derived(group, name, group.ranks, (key * 0xD1342543DE82EF95) % _DERIVED | 1 << 32)
 
+    def among(self, group: Group, name: str, ranks: Sequence[int]) -> Group:
+        """A group of some ranks of ``group``; the other ranks need not make it."""
+        return self._derived(group, name, ranks, 1 << 33)
+
     def _derived(self, group: Group, name: str, ranks: Sequence[int], number: int) -> Group:
         ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + number) % _DERIVED
         core = self.engine.group(name, list(ranks), ordinal, 0) if self.rank in ranks else None

@@ -34,6 +34,8 @@ _TELL_SECONDS = 30.0
 """How long a rank whose arguments are wrong looks for the store, to tell the others."""
 
 _WORKER, _HELPER, _SPARE = b"w", b"h", b"s"
+_KIND_BYTES = 1 + 4
+"""Before each endpoint record: what the rank is, and the size of its replica."""
 _BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
@@ -45,6 +47,8 @@ EPOCH_ORDINALS = 5 << 32
 """Of the default groups of an elastic job after its first epoch."""
 REACHABLE_ORDINALS = 6 << 32
 """Of the groups in which the ranks of an elastic job that reach each other decide how to go on."""
+REPLICA_ORDINALS = 7 << 32
+"""Of the groups of an elastic job with replicas of several ranks."""
 
 Settings = tuple[str | None, str | None, str]
 """How the other ranks reach this one: network interface, an address that all ranks can reach, and
@@ -68,9 +72,9 @@ class ElasticStart(Protocol):
         them."""
 
 
-StartElastic = Callable[[dist.Store, int, int, Settings, float | None, bool], ElasticStart]
-"""From the store, rank, world size, settings, op_timeout, and whether this rank is a spare, to the start of
-an elastic job."""
+StartElastic = Callable[[dist.Store, int, int, Settings, float | None, bool, int], ElasticStart]
+"""From the store, rank, world size, settings, op_timeout, whether this rank is a spare, and the size of a
+replica, to the start of an elastic job."""
 
 _START_ELASTIC: list[StartElastic] = []
 
@@ -287,6 +291,7 @@ def init(
     elastic: bool = False,
     helper: bool = False,
     spare: bool | None = None,
+    replica_size: int = 1,
 ) -> Group:
     """Joins this process to the job. ``with_bagua`` and the collectives call it if it has not been called.
 
@@ -316,6 +321,9 @@ def init(
         spare: In an elastic job: this rank trains along with the others and does not count, until one of
             them is gone, whose place it takes at once, see docs/elastic.md. It is one of the ``world_size``.
             None: whether ``TRIGRAM_SPARE`` is 1.
+        replica_size: In an elastic job: so many ranks that follow each other make up a replica, such as those
+            that shard a model with ``fully_shard``. They come into the job and leave it together, and averages
+            are between ranks with the same place in their replicas, see docs/elastic.md.
 
     Returns:
         The group of all ranks except helpers.
@@ -332,7 +340,8 @@ def init(
         if mine.world is not None and mine.world.elastic is None:
             job.refuse_another(rank, mine.world.rank)
         if mine.world is None:
-            _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper, spare)
+            kinds = elastic, helper, spare, replica_size
+            _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, *kinds)
             mine.let_go = False
             mine.begin()
         assert mine.world is not None
@@ -362,6 +371,7 @@ def _start(
     elastic: bool,
     helper: bool,
     spare: bool | None,
+    replica_size: int,
 ) -> None:
     """Makes the world of a job; the other arguments are those of ``init``."""
     _core.check_process()  # before it registers as a rank
@@ -369,6 +379,7 @@ def _start(
     deadline = time.monotonic() + init_timeout
     try:
         limit, transport, kind = _limit(op_timeout), _checked(elastic, helper), _kind(elastic, helper, spare)
+        kind += _replica(elastic, replica_size)
     except Exception as wrong:
         _tell(mine, wrong, store, rank, world_size, init_timeout)
         raise
@@ -379,7 +390,8 @@ def _start(
     mine.unfinished = gather
     try:
         if elastic:
-            start = _START_ELASTIC[0](store, rank, world_size, settings, limit, kind == _SPARE)
+            is_spare = kind.startswith(_SPARE)
+            start = _START_ELASTIC[0](store, rank, world_size, settings, limit, is_spare, replica_size)
             gather.late = start.is_late
             start.find_out()
         del store
@@ -404,6 +416,7 @@ def _start(
         gather.fail(error)
         raise
     # This may raise, and the rank that serves the store must not end while others read from it: so only now.
+    _check_replicas(records, replica_size)
     workers = _workers([record[:1] == _HELPER for record in records])
     spares = [rank for rank, record in enumerate(records) if record[:1] == _SPARE]
     if len(spares) == workers:
@@ -436,7 +449,7 @@ def _connect(
     rendezvous = _core.Rendezvous(rank, size, *settings)
     records = gather.all_gather(kind + rendezvous.endpoint_record())
     limit = min(max(deadline - time.monotonic(), 0.1), HANDSHAKE_TIMEOUT)
-    accepted = rendezvous.handshake([record[1:] for record in records], limit, gather.look)
+    accepted = rendezvous.handshake([record[_KIND_BYTES:] for record in records], limit, gather.look)
     verdicts = [v == b"yes" for v in gather("handshake", b"yes" if accepted else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1), look=gather.look)
     everyone = engine.group("world", list(range(size)), 0, 0)
@@ -487,8 +500,44 @@ def _tell(
         mine.unfinished.fail(wrong)
 
 
+def _replica(elastic: bool, size: int) -> bytes:
+    """The size of this rank's replica, as it tells it to the others."""
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 16:
+        raise ConfigError(f"init: replica_size={size!r} is invalid; pass the number of ranks of a replica")
+    if size > 1 and not elastic:
+        raise MisuseError(
+            f"init: replica_size={size} says which ranks of an elastic job come and leave together, and needs "
+            "elastic=True"
+        )
+    return size.to_bytes(4, "little")
+
+
+def _check_replicas(records: list[bytes], mine: int) -> None:
+    """Raises, on all ranks, if ranks have different sizes of replicas, if the last one is not complete, or if
+    only some of its ranks are spares."""
+    sizes = [int.from_bytes(record[1:_KIND_BYTES], "little") for record in records]
+    if len(set(sizes)) > 1:
+        other = next(rank for rank, size in enumerate(sizes) if size != sizes[0])
+        raise MisuseError(
+            f"init: rank 0 has replica_size={sizes[0]} and rank {other} has {sizes[other]}; pass the same on "
+            "all ranks"
+        )
+    if len(records) % mine:
+        raise MisuseError(
+            f"init: replica_size={mine} does not divide the {len(records)} ranks of the job: the last replica "
+            "would not be complete"
+        )
+    for first in range(0, len(records), mine):
+        kinds = {record[:1] for record in records[first : first + mine]}
+        if len(kinds) > 1:
+            raise MisuseError(
+                f"init: of the replica of ranks {first} to {first + mine - 1} only some are spares (spare=True, "
+                "or TRIGRAM_SPARE=1); make all of them spares, or none"
+            )
+
+
 def _kind(elastic: bool, helper: bool, spare: bool | None) -> bytes:
-    """What this rank tells the others that it is: one byte before its endpoint record.
+    """What this rank tells the others that it is: one byte.
 
     Raises:
         ConfigError: ``TRIGRAM_SPARE`` is wrong.

@@ -18,7 +18,7 @@ class Elasticity(Protocol):
     Attributes:
         can_redo: Whether the averages of a backward pass may be repeated, so that training keeps a backup of
             the gradients.
-        newcomers: World ranks that joined and have no state before the end of the step under way.
+        newcomers: Ranks of the model that joined and have no state before the end of the step under way.
     """
 
     can_redo: bool
@@ -56,6 +56,9 @@ class Elasticity(Protocol):
 
     def is_loss(self, error: TrigramError) -> bool:
         """Whether an error was caused by a lost rank, so that the others continue."""
+
+    def agreed(self, lost: bool) -> bool:
+        """Whether a rank of this one's replica must regroup; all of them make this call at the same places."""
 
     def regroup(self, boundary: bool = True) -> object:
         """Regroups with the other ranks: without lost ranks, and with ranks that join."""
@@ -95,6 +98,10 @@ class FixedRanks:
     def is_loss(self, error: TrigramError) -> bool:
         """See :class:`Elasticity`."""
         return False
+
+    def agreed(self, lost: bool) -> bool:
+        """See :class:`Elasticity`."""
+        return lost
 
     def regroup(self, boundary: bool = True) -> object:
         """See :class:`Elasticity`."""

@@ -73,7 +73,7 @@ class _RanksChange(Exception):
 
 
 def wait_for_all(hooks: Running, timeout: float | None, end: float | None) -> bool:
-    """Waits until all ranks end the averaging steps of a model; False if the ranks have regrouped meanwhile.
+    """Waits until all ranks end the averaging steps of a model; False if the ranks must regroup first.
 
     Args:
         hooks: The model's hooks.
@@ -105,7 +105,6 @@ def wait_for_all(hooks: Running, timeout: float | None, end: float | None) -> bo
             assert arrived is not None
             serving.rest(arrived)
     except _RanksChange:
-        hooks.elastic.regroup()
         return False
     finally:
         control.timeout = before

@@ -190,6 +190,11 @@ class StepHooks:
 
     # Elastic jobs.
 
+    def between_steps(self) -> None:
+        """The script begins a step outside of this model, whose parameters are shards of another."""
+        self.abort_failed()
+        self.elastic.between_steps()
+
     @property
     def shared(self) -> SharedState:
         """What of the training state all ranks have."""

@@ -217,8 +217,9 @@ class StepTracker:
         self._told = self.last
 
     def start_at(self, step: int, last: int) -> None:
-        """Continues where other ranks are, or a checkpoint was."""
-        self.steps, self.last, self.owed = step, last, last
+        """Continues where other ranks are, or a checkpoint was: the next call of :meth:`script_step` is of the
+        next step."""
+        self.steps, self.last, self.owed, self._told = step, last, last, last
 
     def awaits(self) -> bool:
         """Whether the step that is due, or whose boundary was made early, may yet have its update."""

@@ -278,7 +278,7 @@ class WeightSync(StepHooks):
             [-1, -(1 << 62)] if part.newcomer else [self.tracker.last, -self.tracker.last],
             device="cpu",
         )
-        collectives.all_reduce(position, "max", None, self.groups.control)
+        collectives.all_reduce(position, "max", None, part.everyone)
         self.boundaries.skip_until = int(position[0])
         self.pieces = meta["pieces"]
         if part.newcomer:
@@ -364,15 +364,19 @@ class WeightSync(StepHooks):
                 self.boundaries.make(self.tracker.draining())
         end = None if timeout is None else time.monotonic() + timeout
         while True:
+            change = False
             try:
-                if wait_for_all(self, timeout, end):
+                change = not wait_for_all(self, timeout, end)
+                if not change:
                     self.schedule.drain(timeout)
-                    self.moved_here()
-                    return
             except TrigramError as e:
                 if not self.elastic.is_loss(e):
                     raise
-                self.elastic.regroup()
+                change = True
+            if not self.elastic.agreed(change):
+                self.moved_here()
+                return
+            self.elastic.regroup()
 
     @torch.no_grad()
     def moved_here(self) -> None:

@@ -1,10 +1,10 @@
 """Replicas of several ranks in an elastic job: FSDP2 inside of each, DiLoCo between them. Handwritten digits.
 
-One torchrun for each replica, which starts all of its ranks again when one of them dies; the job's store is at
-the first. On one machine, with two replicas of two ranks:
+One torchrun for each replica, which starts all of its ranks again when one of them dies; the job's store is
+at the first. On one machine, with two replicas of two ranks:
 
     for i in 0 1; do
-        REPLICA=$i REPLICAS=2 JOB_STORE=127.0.0.1:29400 torchrun --master-port 2951$i --nproc-per-node 2 \\
+        REPLICA=$i REPLICAS=2 JOB_STORE=127.0.0.1:29400 torchrun --standalone --nproc-per-node 2 \\
             --max-restarts 10 examples/elastic_replicas.py &
     done; wait
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,16 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to sleep in each step")
     args = parser.parse_args()
 
-    # Inside the replica: torchrun's ranks, which FSDP uses.
-    dist.init_process_group("gloo")
-    size, place = dist.get_world_size(), dist.get_rank()
+    # Inside the replica: torchrun's ranks, which FSDP uses. Of a life each, or gloo finds what an earlier one
+    # has left in torchrun's store (torch 2.13).
+    env = os.environ
+    size, place = int(env["WORLD_SIZE"]), int(env["RANK"])
+    inner = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    inner = dist.PrefixStore(f"life {env['TORCHELASTIC_RESTART_COUNT']}", inner)
+    dist.init_process_group("gloo", store=inner, rank=place, world_size=size, timeout=timedelta(minutes=1))
     # Between the replicas: all ranks of all of them.
-    replica, replicas = int(os.environ["REPLICA"]), int(os.environ["REPLICAS"])
-    host, port = os.environ["JOB_STORE"].split(":")
+    replica, replicas = int(env["REPLICA"]), int(env["REPLICAS"])
+    host, port = env["JOB_STORE"].split(":")
     store = dist.TCPStore(host, int(port), is_master=replica == place == 0, wait_for_workers=False)
     trigram.init(store, replica * size + place, replicas * size, elastic=True, replica_size=size)
 

@@ -1,4 +1,4 @@
-"""Replicas of several ranks in an elastic job: FSDP2 inside, an algorithm between them. They come and go whole."""
+"""Replicas of several ranks in an elastic job: FSDP2 inside, an algorithm between them."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def _trains(
         with torch.no_grad():
             for p in net.parameters():
                 p.fill_(float("nan"))  # nothing of a newcomer's own weights may matter
+    net.register_buffer("count", torch.full((3,), float("nan") if life else 0.0))
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
     opt = _optimizer(net, kind)
@@ -97,6 +98,7 @@ def _trains(
             opt.step()
             if mine and where == "update":
                 os.kill(os.getpid(), signal.SIGKILL)
+            net.count += 1
             trigram.step(shards)
             history.append(tuple(trigram.stats(shards)["ranks"]))
             say(("did", step))
@@ -106,12 +108,13 @@ def _trains(
     except SystemExit:
         return {"left": True, "history": history}
     time.sleep(0.5)  # all others have looked who made the last step
+    assert net.count.tolist() == [steps] * 3
     return {"weights": _weights(net), "history": history, "first": first, "size": trigram.world_size()}
 
 
 def _reference(history: Sequence[Sequence[int]], kind: str = "sgd") -> torch.Tensor:
-    """The weights after steps that these replicas have made, in one process: each has its own optimizer, whose
-    state one that joins takes over from the first, and after each step they take the mean of their weights."""
+    """The weights after steps that these replicas have made, in one process: each has its own optimizer,
+    whose state one that joins takes over from the first; each step ends with the mean of their weights."""
     nets: dict[int, tuple[torch.nn.Module, torch.optim.Optimizer]] = {}
     for step, replicas in enumerate(history):
         first = nets[min(set(replicas) & set(nets))] if nets else (model(), None)

@@ -286,6 +286,10 @@ BESIDE = {
         "what averages gradients and is not registered by the script; see the refusals below",
         "tests/elastic/test_spares.py",
     ),
+    "replicas of several ranks, `trigram.init(elastic=True, replica_size=8)`": (
+        "with `local_shards`, algorithms that average weights; without, all that go with `elastic=True`",
+        "tests/elastic/test_replicas.py",
+    ),
     "GPU tensors, over NCCL, the host or both in two levels": (
         "all algorithms; what is special is in [gpu.md](gpu.md)",
         "tests/gpu/test_routes.py",

@@ -61,6 +61,7 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
         "seconds_wasted": _number(found.get("wasted"), 0.0),
         "since": _number(found.get("began"), 0.0),
         "members": _ranks(found.get("ranks")),
+        "replica_size": max(1, int(_number(found.get("replica_size"), 1))),
         "spares": _ranks(found.get("spares")),
         "joining": _ranks(found.get("joining")),
         "draining": _ranks(found.get("draining")),
@@ -83,6 +84,7 @@ def text(status: dict[str, Any], now: float) -> str:
     lines = [
         f"epoch     {status['epoch']}, led by rank {status['leader']}",
         f"members   {_listed(status['members'])}",
+        *_replicas(status),
         f"spares    {_listed(status['spares'])}",
         f"joining   {_listed(status['joining'])}",
         f"draining  {_listed(status['draining'])}",
@@ -96,6 +98,13 @@ def text(status: dict[str, Any], now: float) -> str:
         seconds = max(0, round(now - event["at"]))
         lines.append(f"{seconds:6d} s ago: rank{plural} {_listed(event['ranks'])} {what}")
     return "\n".join(lines)
+
+
+def _replicas(status: dict[str, Any]) -> list[str]:
+    """A line that names the replicas, if they have several ranks."""
+    size = status["replica_size"]
+    numbers = sorted({rank // size for rank in status["members"]})
+    return [f"replicas  {_listed(numbers)}, of {size} ranks each"] if size > 1 else []
 
 
 def _ago(status: dict[str, Any], now: float) -> str:

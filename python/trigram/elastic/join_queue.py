@@ -107,8 +107,8 @@ class JoinQueue:
         status: What the leader publishes, see :meth:`trigram.elastic.membership.Membership.status`.
         describe: Returns more of the job's status, which changes during an epoch.
         is_leader: Whether this rank is the leader.
-        pending: The requests of whole replicas that wait for admission, by their number: ``rank``, ``endpoint``
-            and ``spare``.
+        pending: The requests of whole replicas that wait for admission, by their number: ``rank``,
+            ``endpoint`` and ``spare``.
         waiting: The ranks that wait, those too whose replica is not complete yet.
         regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
             because a rank waits or is to leave; None: it has not asked. Only jobs whose ranks are not in step
@@ -255,7 +255,7 @@ class JoinQueue:
             kinds.setdefault(self.replicas.number(request["rank"]), set()).add(request["spare"])
         for i, request in list(pending.items()):
             if len(kinds[self.replicas.number(request["rank"])]) > 1:
-                why = "only some ranks of its replica are spares (spare=True, or TRIGRAM_SPARE=1); make all so"
+                why = "only some ranks of its replica are spares (spare=True, or TRIGRAM_SPARE=1)"
                 self.answer(i, {"refused": why})
                 del pending[i]
 

@@ -1,5 +1,5 @@
-"""The state of an optimizer whose parameters are sharded (DTensors): what this rank holds of it, to be sent to a
-rank that holds the same shards."""
+"""The state of an optimizer whose parameters are sharded (DTensors): what this rank holds of it, to be sent
+to a rank that holds the same shards."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LocalState:
         """As the optimizer's, with the local tensors of DTensors in their places."""
         found = self.optimizer.state_dict()
         local = {
-            key: {name: value._local_tensor if _is_sharded(value) else value for name, value in of.items()}
-            for key, of in found["state"].items()
+            key: {name: value._local_tensor if _is_sharded(value) else value for name, value in kept.items()}
+            for key, kept in found["state"].items()
         }
         return {**found, "state": local}
 
@@ -39,8 +39,8 @@ class LocalState:
         """Loads what :meth:`state_dict` gave on a rank with the same shards."""
         params = dict(enumerate(_params(self.optimizer)))
         whole = {
-            key: {name: _sharded_as(params[int(key)], value) for name, value in of.items()}
-            for key, of in state["state"].items()
+            key: {name: _sharded_as(params[int(key)], value) for name, value in kept.items()}
+            for key, kept in state["state"].items()
         }
         self.optimizer.load_state_dict({**state, "state": whole})
 

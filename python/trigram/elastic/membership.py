@@ -300,7 +300,9 @@ class StateLostError(PeerLostError):
 # The steps of `change_membership`.
 
 
-def _check_replica(now: World, mine: Membership, lost: dict[int, str], prepared: PreparedWorld | None) -> None:
+def _check_replica(
+    now: World, mine: Membership, lost: dict[int, str], prepared: PreparedWorld | None
+) -> None:
     """Raises if a rank of this one's replica is lost: the others take the whole replica for lost."""
     gone = [r for r in mine.replicas.of(now.rank) if r in lost]
     if not gone:

@@ -534,7 +534,9 @@ def training_group() -> Group:
     """The group of the ranks that train a model together: all members, or those with this rank's place in
     their replicas. All of them call it."""
     now, mine = current()
-    return now.group if mine.replicas.size == 1 else now.new_group(_row(now.group), "places", REPLICA_ORDINALS)
+    if mine.replicas.size == 1:
+        return now.group
+    return now.new_group(_row(now.group), "places", REPLICA_ORDINALS)
 
 
 def _row(group: Group) -> list[int]:
@@ -615,8 +617,8 @@ def _losses() -> Iterator[list[TrigramError]]:
 def _agreed(lost: bool) -> bool:
     """Whether a rank of this one's replica must regroup; all of them make this call at the same places.
 
-    The ranks of a replica wait for each other in calls of their own. If one regrouped alone, it would wait for
-    all members, and the rest of its replica for it.
+    The ranks of a replica wait for each other in calls of their own. If one regrouped alone, it would wait
+    for all members, and the rest of its replica for it.
     """
     group = membership.replica_group()
     if group is None:
@@ -723,8 +725,8 @@ def _leaving(models: Sequence[ElasticModel]) -> Leaving:
 
 
 def _places(group: Group) -> Group:
-    """Those of a group that have this rank's place in their replicas, in the present epoch. All its ranks call
-    it."""
+    """Those of a group that have this rank's place in their replicas, in the present epoch. All its ranks
+    call it."""
     if (ranks := _row(group)) == list(group.ranks):
         return group
     return current()[0].among(group, "places", ranks)

@@ -44,7 +44,7 @@ class Replicas:
         return {each for r in ranks for each in self.of(r)}
 
     def first(self, ranks: Sequence[int], most: int) -> list[int]:
-        """The first of ``ranks``, which are of complete replicas: as many replicas as have ``most`` ranks, and
-        one at least."""
+        """The first of ``ranks``, which are of complete replicas: as many replicas as have ``most`` ranks,
+        and one at least."""
         numbers = sorted({self.number(r) for r in ranks})[: max(most // self.size, 1)]
         return [r for r in ranks if self.number(r) in numbers]

@@ -15,7 +15,7 @@ from trigram.training.sharded.updates import ShardedUpdates
 
 
 class LocalShards(nn.Module):
-    """The shards that this rank holds; its parameters share the memory of the model's.
+    """The shards that this rank holds; its parameters and buffers share the memory of the model's.
 
     It has no forward pass: the model is trained as it is, and :func:`trigram.step` is called with the shards
     after each update.
@@ -40,6 +40,8 @@ class LocalShards(nn.Module):
             local: Any = getattr(p, "_local_tensor", None)
             local = p.detach() if local is None else local.detach()
             self.shards.append(nn.Parameter(local, requires_grad=p.requires_grad))
+        for i, b in enumerate(model.buffers()):  # replicas begin with the same, and so does one that joins
+            self.register_buffer(f"buffer{i}", getattr(b, "_local_tensor", b))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Raises: the model has the forward pass."""

@@ -321,9 +321,9 @@ def init(
         spare: In an elastic job: this rank trains along with the others and does not count, until one of
             them is gone, whose place it takes at once, see docs/elastic.md. It is one of the ``world_size``.
             None: whether ``TRIGRAM_SPARE`` is 1.
-        replica_size: In an elastic job: so many ranks that follow each other make up a replica, such as those
-            that shard a model with ``fully_shard``. They come into the job and leave it together, and averages
-            are between ranks with the same place in their replicas, see docs/elastic.md.
+        replica_size: In an elastic job: so many ranks that follow each other make up a replica, such as
+            those that shard a model with ``fully_shard``. They come into the job and leave it together, and
+            averages are between ranks with the same place in their replicas, see docs/elastic.md.
 
     Returns:
         The group of all ranks except helpers.
@@ -506,8 +506,8 @@ def _replica(elastic: bool, size: int) -> bytes:
         raise ConfigError(f"init: replica_size={size!r} is invalid; pass the number of ranks of a replica")
     if size > 1 and not elastic:
         raise MisuseError(
-            f"init: replica_size={size} says which ranks of an elastic job come and leave together, and needs "
-            "elastic=True"
+            f"init: replica_size={size} says which ranks of an elastic job come and leave together, and "
+            "needs elastic=True"
         )
     return size.to_bytes(4, "little")
 
@@ -524,15 +524,15 @@ def _check_replicas(records: list[bytes], mine: int) -> None:
         )
     if len(records) % mine:
         raise MisuseError(
-            f"init: replica_size={mine} does not divide the {len(records)} ranks of the job: the last replica "
-            "would not be complete"
+            f"init: replica_size={mine} does not divide the {len(records)} ranks of the job: the last "
+            "replica would not be complete"
         )
     for first in range(0, len(records), mine):
         kinds = {record[:1] for record in records[first : first + mine]}
         if len(kinds) > 1:
             raise MisuseError(
-                f"init: of the replica of ranks {first} to {first + mine - 1} only some are spares (spare=True, "
-                "or TRIGRAM_SPARE=1); make all of them spares, or none"
+                f"init: of the replica of ranks {first} to {first + mine - 1} only some are spares "
+                "(spare=True, or TRIGRAM_SPARE=1); make all of them spares, or none"
             )
 
 

@@ -58,7 +58,7 @@ class Elasticity(Protocol):
         """Whether an error was caused by a lost rank, so that the others continue."""
 
     def agreed(self, lost: bool) -> bool:
-        """Whether a rank of this one's replica must regroup; all of them make this call at the same places."""
+        """Whether a rank of this one's replica must regroup; all of them ask at the same places."""
 
     def regroup(self, boundary: bool = True) -> object:
         """Regroups with the other ranks: without lost ranks, and with ranks that join."""

@@ -217,8 +217,8 @@ class StepTracker:
         self._told = self.last
 
     def start_at(self, step: int, last: int) -> None:
-        """Continues where other ranks are, or a checkpoint was: the next call of :meth:`script_step` is of the
-        next step."""
+        """Continues where other ranks are, or a checkpoint was: the next call of :meth:`script_step` is of
+        the next step."""
         self.steps, self.last, self.owed, self._told = step, last, last, last
 
     def awaits(self) -> bool:

@@ -20,7 +20,7 @@ build: .venv/built  ## builds the engine and installs trigram into .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: build  ## trains a CNN and a GPT on real data with two ranks, next to DDP
+demo: build  ## trains a GPT on real data with two ranks over 200 Mbit/s, next to DDP
 	$(BIN)/trigram demo --ranks 2 --out demo-out
 
 bench: build  ## measures all collectives and writes docs/collectives.md

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -390,20 +391,38 @@ def demo_command(
     ranks: Annotated[
         int, typer.Option(min=1, help="Ranks to start here; not under torchrun or mpiexec.")
     ] = 2,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for curves.png and results.json.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the curves and numbers.")] = Path(
         "demo-out"
     ),
+    every: Annotated[
+        bool, typer.Option("--all", help="All algorithms, on two models, without the slow network.")
+    ] = False,
 ) -> None:
-    """Train two small models on real data, with DistributedDataParallel and then with each algorithm."""
-    from trigram.cli import demo  # each command loads what it needs
+    """Show the gain: a GPT over a network of 200 Mbit/s, with DistributedDataParallel and five algorithms."""
+    from trigram.cli import slow_network  # each command loads what it needs
     from trigram.runtime import launch  # likewise
 
-    if absent := demo.missing():
+    needs = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+    if absent := [package for module, package in needs.items() if find_spec(module) is None]:
         typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)
         raise typer.Exit(2)
     if not launch.is_rank():
-        raise typer.Exit(launch.launch(ranks, launch.trigram_command(sys.argv[1:])).code)
-    demo.run(out)
+        command = launch.trigram_command(sys.argv[1:])
+        if not every and slow_network.INSIDE not in os.environ:
+            if not (why := slow_network.why_not()):
+                from trigram.cli.demo import MBIT  # likewise
+
+                slow_network.enter(MBIT, command)
+            typer.echo(f"The network is not slow here, so there is little to gain: {why}.\n", err=True)
+        raise typer.Exit(launch.launch(ranks, command).code)
+    if every:
+        from trigram.cli import every_algorithm  # likewise
+
+        every_algorithm.run(out)
+    else:
+        from trigram.cli import demo  # likewise
+
+        demo.run(out)
     launch.leave_job()
 
 

@@ -1,0 +1,84 @@
+"""`trigram demo`: a network that is really slow, and trainings that are compared over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trigram.cli import demo, slow_network
+
+_SHORT = """
+from pathlib import Path
+from trigram.cli import demo
+from trigram.runtime import launch
+demo.STEPS, demo.ALGORITHMS = 14, ("gradient_allreduce", "bytegrad")
+demo.run(Path("out"))
+launch.leave_job()
+"""
+_ENTERS = """
+import sys
+from trigram.cli import slow_network
+slow_network.enter(int(sys.argv[1]), sys.argv[2:])
+"""
+_SENDS = """
+import os, socket, threading, time
+size = 4 << 20
+def send(to):
+    with socket.create_connection(to) as s:
+        s.sendall(bytes(size))
+server = socket.create_server(("127.0.0.1", 0))
+began, got = time.monotonic(), 0
+threading.Thread(target=send, args=(server.getsockname(),)).start()
+with server.accept()[0] as s:
+    while part := s.recv(1 << 16):
+        got += len(part)
+assert got == size
+print(8e-6 * size / (time.monotonic() - began), os.environ["TRIGRAM_DEMO_NETWORK"])
+"""
+needs_network = pytest.mark.skipif(
+    bool(slow_network.why_not()), reason="no network namespace can be made here"
+)
+
+
+def _python(*argv: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *argv], capture_output=True, text=True, timeout=180, check=False, cwd=cwd
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_network
+def test_the_network_is_as_slow_as_it_says(tmp_path: Path) -> None:
+    out = _python("-c", _ENTERS, "40", sys.executable, "-c", _SENDS, cwd=tmp_path)
+    measured, says = out.split()
+    assert says == "40"
+    # One direction has what both have together, and a bucket of 128 KiB at once.
+    assert 20 < float(measured) < 100, measured
+
+
+@needs_network
+def test_a_short_one(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(_SHORT)
+    command = [sys.executable, "-m", "trigram", "run", "-n", "2", str(script)]
+    out = _python("-c", _ENTERS, "200", *command, cwd=tmp_path)
+    assert all(len(line) <= 80 for line in out.splitlines()), out
+    assert "over 200 Mbit/s" in out and "What next" in out
+    found = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert found["mbit"] == 200 and found["ranks"] == 2
+    ddp, ours, bytegrad = found["trainings"]
+    assert ddp["losses"] == ours["losses"] and ddp["held_out"] == ours["held_out"]
+    assert [len(each["seconds"]) for each in found["trainings"]] == [14] * 3
+    assert bytegrad["losses"] != ddp["losses"] and abs(bytegrad["held_out"] - ddp["held_out"]) < 0.1
+    assert (tmp_path / "out" / "loss_over_seconds.png").stat().st_size > 10_000
+
+
+def test_when_a_training_has_a_loss() -> None:
+    one = demo.Training("x", [float(i) for i in range(1, 21)], [4.0] * 5 + [2.0] * 15, 2.0)
+    assert one.curve()[0] == [float(i) for i in range(10, 21)]
+    assert one.reaches(3.0) == 10.0 and one.reaches(2.0) == 15.0 and one.reaches(1.0) is None

@@ -22,7 +22,7 @@ launch.leave_job()
 _ENTERS = """
 import sys
 from trigram.cli import slow_network
-slow_network.enter(int(sys.argv[1]), sys.argv[2:])
+slow_network.enter(int(sys.argv[1]), 2, sys.argv[2:])
 """
 _SENDS = """
 import os, socket, threading, time
@@ -57,7 +57,7 @@ def test_the_network_is_as_slow_as_it_says(tmp_path: Path) -> None:
     out = _python("-c", _ENTERS, "40", sys.executable, "-c", _SENDS, cwd=tmp_path)
     measured, says = out.split()
     assert says == "40"
-    # One direction has what both have together, and a bucket of 128 KiB at once.
+    # One alone has what two have together, and a bucket of 128 KiB at once.
     assert 20 < float(measured) < 100, measured
 
 

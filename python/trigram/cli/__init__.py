@@ -412,7 +412,7 @@ def demo_command(
             if not (why := slow_network.why_not()):
                 from trigram.cli.demo import MBIT  # likewise
 
-                slow_network.enter(MBIT, command)
+                slow_network.enter(MBIT, ranks, command)
             typer.echo(f"The network is not slow here, so there is little to gain: {why}.\n", err=True)
         raise typer.Exit(launch.launch(ranks, command).code)
     if every:

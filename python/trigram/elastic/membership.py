@@ -79,6 +79,7 @@ class Membership:
         history: What has happened in the job.
         newcomer: This rank has joined and not taken part in a step yet.
         commits: Backward passes that all members have completed.
+        counted: World ranks whose gradients counted in the last of them; None: there was none.
         change_pending: A rank waits to join or is to leave; all members hold the same value.
         empty_regroups: How often in this epoch all members regrouped and admitted none, because the rank that
             waited had ended.
@@ -97,6 +98,7 @@ class Membership:
     epoch: int = 0
     newcomer: bool = False
     commits: int = 0
+    counted: Sequence[int] | None = None
     change_pending: bool = False
     empty_regroups: int = 0
     spares: Spares = field(default_factory=Spares)
@@ -104,6 +106,11 @@ class Membership:
     stateless: frozenset[int] = frozenset()
     reachable_groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
     replica_group: Group | None = None
+
+    @property
+    def replica_size(self) -> int:
+        """See :class:`trigram.runtime.job.Membership`."""
+        return self.replicas.size
 
     def training(self) -> list[int]:
         """See :class:`trigram.runtime.job.Membership`."""

@@ -194,9 +194,13 @@ class ElasticModel:
     def silent(self) -> list[int]:
         """Those of the model's ranks that contribute nothing to the step under way: those that joined, and
         spares. A rank that joins takes its place when that step is over; until then a spare has it."""
-        _, mine = current()
-        counting = mine.spares.training([r for r in mine.ranks if r not in self.arrived])
+        counting = self._counting()
         return [r for r in self.groups.control.ranks if r not in counting]
+
+    def _counting(self) -> list[int]:
+        """The members that contribute to the step under way."""
+        _, mine = current()
+        return mine.spares.training([r for r in mine.ranks if r not in self.arrived])
 
     def _silent_places(self) -> list[int]:
         ranks = self.groups.control.ranks
@@ -341,6 +345,7 @@ class ElasticModel:
     def complete(self, a_pass: Pass) -> None:
         """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
         complete = change_pending = False
+        counted: list[int] = []
         while True:
             begun = time.monotonic()
             with _losses() as lost:
@@ -348,6 +353,8 @@ class ElasticModel:
                     a_pass.send_rest()
                     self.receive()
                     complete = True
+                    # Now: if all have completed the pass, those count that are lost before its commit.
+                    counted = self._counting()
                 change_pending = self._commit()
             if self.agreed(bool(lost)):
                 self._history.wasted += time.monotonic() - begun
@@ -359,6 +366,7 @@ class ElasticModel:
                 change_pending = False
             _, mine = current()
             mine.commits += 1
+            mine.counted = counted
             mine.newcomer, mine.change_pending, mine.stateless = False, change_pending, frozenset()
             self.arrived = []
             self._release_sent()

@@ -90,6 +90,12 @@ class Request:
             features.add("TRIGRAM_GRADIENTS")
         compatibility.check(f"algorithm {self.algorithm.name!r}", features)
         for s in self.states or ():
+            if getattr(s, "averages_gradients_only", False) and not self.algorithm.gradients:
+                raise UnsupportedError(
+                    f"with_bagua: {type(s).__name__} deals samples step by step, and under "
+                    f"{self.algorithm.name!r} the ranks need not be at the same one when the membership "
+                    "changes; use an algorithm that averages gradients, or a sampler of your own"
+                )
             if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):
                 raise MisuseError(
                     f"with_bagua: elastic: {type(s).__name__} has no state_dict and load_state_dict; pass "

@@ -40,9 +40,15 @@ class Membership(Protocol):
 
     Attributes:
         ranks: World ranks of the present members.
+        counted: World ranks whose gradients counted in the last pass; None: there was none.
     """
 
     ranks: list[int]
+    counted: Sequence[int] | None
+
+    @property
+    def replica_size(self) -> int:
+        """How many ranks make up a replica."""
 
     def place(self, rank: int) -> int:
         """What ``trigram.rank`` says on a member; -1 before it is one."""

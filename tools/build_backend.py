@@ -1,19 +1,22 @@
 """The build backend (PEP 517): builds NCCL's network plugin, then calls maturin.
 
 The wheel contains two libraries. maturin builds only the extension module; the plugin is a separate library
-because NCCL loads it, also in processes without Python.
+because NCCL loads it, also in processes without Python. A wheel also says which commit it is of, and has the
+licences of the crates in its libraries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import maturin
+import third_party
 from maturin import (
     build_sdist,
     get_requires_for_build_sdist,
@@ -37,12 +40,15 @@ prepare_metadata_for_build_editable = maturin.prepare_metadata_for_build_editabl
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ROOT / "python/trigram/libnccl-net-trigram.so"
+COMMIT = ROOT / "python/trigram/COMMIT"
+LICENCES = ROOT / "python/trigram/THIRD_PARTY_LICENSES.txt"
 
 
 def build_wheel(directory: str, settings: Any = None, metadata: str | None = None) -> str:
     """See PEP 517."""
     build_plugin()
-    name: str = maturin.build_wheel(directory, settings, metadata)
+    with described():
+        name: str = maturin.build_wheel(directory, settings, metadata)
     return name
 
 
@@ -51,6 +57,26 @@ def build_editable(directory: str, settings: Any = None, metadata: str | None = 
     build_plugin()
     name: str = maturin.build_editable(directory, settings, metadata)
     return name
+
+
+@contextlib.contextmanager
+def described() -> Iterator[None]:
+    """A block in which the sources have what a wheel says of itself. An installation that is editable asks
+    git instead, so the files go afterwards."""
+    made = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        COMMIT.write_text(made.stdout.strip() or "unknown")
+        third_party.write(LICENCES)
+        yield
+    finally:
+        COMMIT.unlink(missing_ok=True)
+        LICENCES.unlink(missing_ok=True)
 
 
 def build_plugin(cargo: Sequence[str] = ("cargo",), target: Sequence[str] = ()) -> None:

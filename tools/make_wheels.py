@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from build_backend import PLUGIN, ROOT, build_plugin
+from build_backend import PLUGIN, ROOT, build_plugin, described
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
@@ -39,7 +40,8 @@ def build(machine: str, out: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "maturin", "build", "--release", "--locked", "--zig"]
         command += ["--target", target, "--compatibility", f"manylinux_{glibc.replace('.', '_')}"]
-        subprocess.run([*command, "--out", folder], cwd=ROOT, check=True)
+        with described():
+            subprocess.run([*command, "--out", folder], cwd=ROOT, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(wheel, out / wheel.name))
@@ -53,12 +55,27 @@ def audit(wheel: Path, machine: str) -> list[str]:
     if not re.search(rf"-cp310-abi3-manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}\.whl$", wheel.name):
         wrong.append("its name promises another Python, glibc or machine")
     with zipfile.ZipFile(wheel) as archive:
+        wrong += audit_words(archive)
         shared = {name for name in archive.namelist() if name.endswith(".so")}
         if shared != set(LIBRARIES):
             wrong.append(f"it has the libraries {sorted(shared)}")
         for name in sorted(shared):
             wrong += [f"{name}: {text}" for text in audit_library(archive.read(name), machine)]
     return wrong
+
+
+def audit_words(archive: zipfile.ZipFile) -> list[str]:
+    """What a wheel does not say: its commit, and the licence of each crate that its list of parts names."""
+    names = archive.namelist()
+    parts = [name for name in names if name.endswith(".cyclonedx.json")]
+    missing = [name for name in ("trigram/COMMIT", "trigram/THIRD_PARTY_LICENSES.txt") if name not in names]
+    if missing or not parts:
+        return [f"it lacks {', '.join(missing) or 'a list of its parts'}"]
+    said = archive.read("trigram/THIRD_PARTY_LICENSES.txt").decode()
+    found = [c for name in parts for c in json.loads(archive.read(name))["components"]]
+    crates = {f"{c['name']} {c['version']}" for c in found if not c["name"].startswith("trigram")}
+    unnamed = sorted(crate for crate in crates if crate not in said)
+    return [f"no licence is named of {', '.join(unnamed)}"] if unnamed else []
 
 
 def audit_library(content: bytes, machine: str) -> list[str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import trigram
 from tests.support.marks import long
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("transport", "vias"), [("shm", 6), long("tcp", 5)])
@@ -40,6 +44,20 @@ def test_bench_measures_every_schedule(tmp_path: Path, transport: str, vias: int
     assert len(rows) == 2 * vias and not any(row["wrong"] for row in rows)
     assert len({row["via"] for row in rows}) == vias
     assert ("skipped" in done.stdout) == (transport == "tcp")
+
+
+def test_version_names_the_commit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trigram", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = re.fullmatch(
+        r"trigram (\S+) \(commit ([0-9a-f]{12})(-dirty)?, torch \S+, Python \S+\)\n", done.stdout
+    )
+    assert found is not None, done.stdout
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert head.stdout.startswith(found[2])
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert found[1] == trigram.__version__ and f"\nversion: {found[1]}\n" in cited
 
 
 def test_via_is_for_all_reduce_only() -> None:

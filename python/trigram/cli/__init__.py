@@ -42,6 +42,23 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from trigram.cli import version  # each command loads what it needs
+
+        typer.echo(version.text())
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Trigram: communication for data-parallel PyTorch."""
+
+
 def main() -> None:
     """The `trigram` console script."""
     try:

@@ -28,6 +28,8 @@ GLIBC = (2, 28)
 MOST_BYTES = 10_000_000
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 LIBRARIES = ("trigram/_core.abi3.so", "trigram/libnccl-net-trigram.so")
+OURS = ("trigram", "nccl-rs")
+"""What the crates of this repository begin with."""
 SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s)\.so\.\d|ld-linux-[\w-]+\.so\.\d")
 """What every Linux with that glibc has."""
 
@@ -73,7 +75,7 @@ def audit_words(archive: zipfile.ZipFile) -> list[str]:
         return [f"it lacks {', '.join(missing) or 'a list of its parts'}"]
     said = archive.read("trigram/THIRD_PARTY_LICENSES.txt").decode()
     found = [c for name in parts for c in json.loads(archive.read(name))["components"]]
-    crates = {f"{c['name']} {c['version']}" for c in found if not c["name"].startswith("trigram")}
+    crates = {f"{c['name']} {c['version']}" for c in found if not c["name"].startswith(OURS)}
     unnamed = sorted(crate for crate in crates if crate not in said)
     return [f"no licence is named of {', '.join(unnamed)}"] if unnamed else []
 

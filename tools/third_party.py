@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILT = ("trigram-python", "trigram-net-plugin")
 """What the libraries of the wheel are made from."""
 _TEXTS = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "license*")
-_HEAD = """Trigram's libraries contain these Rust crates. Each is under the licence named; their texts follow.
+_HEAD = """Trigram's libraries contain these Rust crates, or are built with them. Each is under the licence named; their texts follow.
 """
 
 
 def crates() -> list[dict[str, Any]]:
-    """The crates of others that are compiled into the wheel, by name."""
+    """The crates of others that are compiled into the wheel, or are run to build it, by name."""
     done = subprocess.run(
         ["cargo", "metadata", "--format-version", "1", "--locked"], cwd=ROOT, capture_output=True, check=True
     )
@@ -37,7 +37,7 @@ def crates() -> list[dict[str, Any]]:
             continue
         reached.add(now)
         for dependency in nodes[now]["deps"]:
-            if any(kind["kind"] is None for kind in dependency["dep_kinds"]):  # not for builds or tests
+            if any(kind["kind"] != "dev" for kind in dependency["dep_kinds"]):
                 ahead.append(dependency["pkg"])
     others = [packages[i] for i in reached if packages[i]["source"] is not None]
     return sorted(others, key=lambda p: (p["name"], p["version"]))

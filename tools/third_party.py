@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILT = ("trigram-python", "trigram-net-plugin")
 """What the libraries of the wheel are made from."""
 _TEXTS = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "license*")
-_HEAD = """Trigram's libraries contain these Rust crates, or are built with them. Each is under the licence named; their texts follow.
+_HEAD = """Trigram's libraries contain these Rust crates, or are built with them.
+Each is under the licence named; their texts follow.
 """
 
 

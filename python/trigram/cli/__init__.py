@@ -360,9 +360,20 @@ def top_command(
         typer.Option(metavar="HOST:PORT", help="The job's store; else MASTER_ADDR and MASTER_PORT."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    web: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="As a page in the browser; 0: any free port."),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where the page is served; it has no password.")
+    ] = "127.0.0.1",
 ) -> None:
     """Show the ranks of a running job, live; they leave snapshots in its store with TRIGRAM_TOP=1."""
-    from trigram.cli import top  # each command loads what it needs
+    if web is not None:
+        from trigram.cli import web as page  # each command loads what it needs
+
+        raise typer.Exit(page.show(store, listen, web))
+    from trigram.cli import top  # likewise
 
     raise typer.Exit(top.show(store, once))
 

@@ -1,0 +1,127 @@
+"""`trigram top --web PORT`: the ranks of a running job as a page in the browser, which only reads.
+
+The page is one file and loads nothing from elsewhere. It asks this process every two seconds for what the
+ranks have left in the job's store.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from trigram.cli import status
+from trigram.cli.job_store import open_store
+from trigram.cli.top import Job
+from trigram.elastic.join_queue import JobWatch
+from trigram.observe.snapshots import PERIOD
+
+_PAGE = Path(__file__).with_name("page.html")
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def described(job: Job, elastic: dict[str, Any] | None) -> dict[str, Any]:
+    """What the page shows: the ranks in ascending order, and the members of an elastic job."""
+    ranks = [
+        {
+            "rank": rank,
+            "host": taken.host,
+            "model": taken.model,
+            "steps": taken.steps,
+            "seconds": taken.seconds,
+            "sent": taken.sent,
+            "waits_for": taken.waits_for,
+            "waits": taken.waits,
+            "state": job.state(rank),
+        }
+        for rank, (taken, _) in sorted(job.ranks.items())
+    ]
+    return {"ranks": ranks, "size": job.size(), "problem": job.problem, "elastic": elastic}
+
+
+class Watch:
+    """Reads a job's store in a thread; requests get what was read last.
+
+    Args:
+        store: ``HOST:PORT``; None: where MASTER_ADDR and MASTER_PORT say.
+    """
+
+    def __init__(self, store: str | None) -> None:
+        self._job = Job(open_store(store))
+        self._elastic = JobWatch(self._job.store)
+        self._stop = threading.Event()
+        self.text = b""
+        self._read()
+        self._thread = threading.Thread(target=self._run, name="trigram-web", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        self._job.read()
+        found = self._elastic.status()
+        elastic = status.checked(found) if found is not None else None
+        self.text = json.dumps(described(self._job, elastic)).encode()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD / 4):  # the leader of an elastic job writes more often than ranks
+            self._read()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join(PERIOD)
+
+
+def server(watch: Watch, host: str, port: int) -> ThreadingHTTPServer:
+    """A server of the page; ``serve_forever`` answers.
+
+    Raises:
+        OSError: The address is in use, or is none of this machine.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/":
+                self._answer(200, "text/html; charset=utf-8", _PAGE.read_bytes())
+            elif self.path == "/job.json":
+                self._answer(200, "application/json", watch.text)
+            else:
+                self._answer(404, "text/plain", b"not here\n")
+
+        def _answer(self, code: int, kind: str, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Security-Policy", _POLICY)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing of requests."""
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def show(store: str | None, host: str, port: int) -> int:
+    """Serves the page until Ctrl-C; returns the exit code."""
+    watch = Watch(store)
+    try:
+        with server(watch, host, port) as serving:
+            bound = serving.server_address
+            typer.echo(f"trigram top: http://{bound[0]!s}:{bound[1]}/ until Ctrl-C; it only reads")
+            serving.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    except OSError as error:
+        raise typer.BadParameter(f"--web {port}: cannot listen on {host}:{port}: {error}") from error
+    finally:
+        watch.close()
+    return 0

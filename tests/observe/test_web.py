@@ -1,0 +1,120 @@
+"""`trigram top --web`: the page of a running job, as a browser gets and draws it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.checks import says
+from tests.support.harness import free_port, until
+from trigram.elastic.join_queue import STATUS
+from trigram.observe.snapshots import KEY, Snapshot, seal
+from trigram.observe.steps import PHASES
+
+KEY_OF_JOB = b"between us"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def job() -> Iterator[tuple[dist.Store, int]]:
+    """A store with the snapshots of two ranks, and its port. One has a name that is no HTML."""
+    port = free_port()
+    store = dist.PrefixStore(
+        "trigram", dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    )
+    seconds = dict.fromkeys(PHASES, 0.01) | {"step": 0.06}
+    for rank, host in enumerate(["<img src=x onerror=document.title='bad'>", "node1"]):
+        taken = Snapshot(
+            rank, 2, host, time.time(), 1, "Net", 90 + rank, dict(seconds), 4.2e6, 1 - rank, 0.25
+        )
+        store.set(KEY.format(rank), seal(taken, KEY_OF_JOB))
+        seconds["forward"] = 0.03
+    yield store, port
+
+
+@pytest.fixture
+def page(job: tuple[dist.Store, int]) -> Iterator[str]:
+    """The page's address."""
+    env = {**os.environ, "TRIGRAM_SECRET": KEY_OF_JOB.decode()}
+    argv = ["env", "--default-signal=INT", sys.executable, "-m", "trigram", "top"]
+    argv += ["--store", f"127.0.0.1:{job[1]}", "--web", "0"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert found is not None, line
+        yield found[0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _get(address: str) -> tuple[bytes, Any]:
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        return answer.read(), answer.headers
+
+
+def test_what_the_page_asks_for(job: tuple[dist.Store, int], page: str) -> None:
+    body, headers = _get(page)
+    assert b"<title>trigram top</title>" in body
+    assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in body
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    found = json.loads(_get(page + "job.json")[0])
+    assert found["size"] == 2 and found["problem"] == "" and found["elastic"] is None
+    assert [one["steps"] for one in found["ranks"]] == [90, 91]
+    assert set(found["ranks"][0]["seconds"]) == {"step", *PHASES}
+    for path in ("x", "../web.py", "job.json/", "%2e%2e/web.py"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            _get(page + path)
+    request = urllib.request.Request(page, data=b"x", method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        urllib.request.urlopen(request, timeout=20)
+
+    def members() -> Any:
+        told = {"epoch": 2, "ranks": [0, 1], "leader": 0, "goodput": 0.99, "heartbeat": time.time()}
+        job[0].set(STATUS, json.dumps(told))
+        return json.loads(_get(page + "job.json")[0])["elastic"]
+
+    elastic = until(members, 20, "the members")
+    assert elastic["members"] == [0, 1] and elastic["epoch"] == 2
+    forged = Snapshot(1, 2, "node1", time.time() + 9, 9, "Net", 99, {}, 0.0)
+    job[0].set(KEY.format(1), seal(forged, b"another secret"))
+    until(lambda: "not sealed" in json.loads(_get(page + "job.json")[0])["problem"], 20, "the forgery")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_what_a_browser_draws(page: str) -> None:
+    assert CHROMIUM is not None
+    argv = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
+    done = subprocess.run(
+        [*argv, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True
+    )
+    dom = done.stdout
+    says(dom, "<title>trigram top</title>", "2 of 2", "&lt;img src=x", "1 (25 %)", "<b>91</b>")
+    assert "<img" not in dom
+    assert len(re.findall(r'class="stack"', dom)) == 2 and dom.count("<polygon") == 2
+    slowest = re.search(r'<tr class="slowest"><td>(\d)</td>', dom)
+    assert slowest is not None and slowest[1] == "1"
+
+
+def test_a_port_that_is_taken(job: tuple[dist.Store, int]) -> None:
+    argv = [sys.executable, "-m", "trigram", "top", "--store", f"127.0.0.1:{job[1]}", "--web", str(job[1])]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    says(" ".join(done.stderr.split()), f"cannot listen on 127.0.0.1:{job[1]}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import trigram
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import awaited, backward, come, loss_of, model
-from tests.support.harness import Died, Ranks, flag, run, say, scratch
+from tests.support.harness import Died, Ranks, await_flag, flag, run, say, scratch
 from trigram.elastic.membership import current
 
 pytestmark = pytest.mark.waits
@@ -333,8 +333,6 @@ def test_who_is_asked_to_leave_takes_its_replica_along() -> None:
         ("central/int8/every:2", {}),
         ("decentralized", {}),
         ("sparta", {"share": 0.5}),
-        ("async", {"staleness": 2}),
-        ("async_decentralized", {"staleness": 2}),
     ],
 )
 def test_every_algorithm_between_replicas(algorithm: str, options: dict[str, Any]) -> None:
@@ -374,10 +372,132 @@ def _wrong(rank: int, world: int, case: str) -> None:
         opt = torch.optim.Adam(net.parameters())
         call = lambda: trigram.with_bagua(net, "sharded", optimizer=opt, elastic=True)  # noqa: E731
         says(raises(trigram.UnsupportedError, call), "replica_size", "fully_shard")
+    elif case == "async":
+        trigram.init(elastic=True, replica_size=2)
+        net = model()
+        opt = torch.optim.Adam(net.parameters())
+        call = lambda: trigram.with_bagua(net, "async", optimizer=opt, elastic=True)  # noqa: E731
+        says(raises(trigram.UnsupportedError, call), "replica_size", "in step")
 
 
 @pytest.mark.parametrize(
-    "case", ["sizes differ", "not a divisor", "not elastic", "zero", "some spares", "sharded"]
+    "case", ["sizes differ", "not a divisor", "not elastic", "zero", "some spares", "sharded", "async"]
 )
 def test_what_is_refused(case: str) -> None:
     run(4, _wrong, case)
+
+
+def _rest_is_stuck(rank: int, world: int, steps: int) -> int:
+    """Rank 5 dies, and rank 4 does not notice until the others have done all their steps."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    trigram.init(elastic=True, replica_size=SIZE)
+    net = model()
+    fully_shard(net, mesh=_inner(rank, 0))
+    opt = _optimizer(net, "sgd")
+    shards = trigram.with_bagua(trigram.local_shards(net), "local_sgd", every=1, optimizer=opt, elastic=True)
+    for step in range(steps):
+        if step == 3 and rank == 5:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 3 and rank == 4:
+            await_flag("done-0", 40)  # as in a call of NCCL, until its watchdog ends it
+            os.kill(os.getpid(), signal.SIGKILL)
+        opt.zero_grad()
+        loss_of(net, step, rank).backward()
+        opt.step()
+        trigram.step(shards)
+    flag(f"done-{rank}")
+    return int(trigram.stats(shards)["steps"])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_nobody_waits_for_the_rest_of_a_broken_replica(transport: str) -> None:
+    results = run(6, _rest_is_stuck, 8, transport=transport, dies=[4, 5])
+    assert results[:4] == [8] * 4 and results[4:] == [Died(-signal.SIGKILL)] * 2
+
+
+def _fails_in_one_place(rank: int, world: int, case: str) -> list[str]:
+    torch.set_num_threads(1)
+    trigram.init(elastic=True, replica_size=SIZE)
+    _inner(rank, 0)
+    net = Halved(rank % SIZE)
+    opt = torch.optim.Adam(net.parameters(), lr=0.01)
+    trigram.with_bagua(net, optimizer=opt, elastic=True, bucket_mb=0.001, check_finite=case == "NaN")
+    said = []
+    for step in range(5):
+        opt.zero_grad()
+        loss = loss_of(net, step, rank // SIZE)
+        if step == 2 and rank == 0 and case == "NaN":
+            net.one.weight.register_hook(lambda g: g * float("nan") if step == 2 else g)  # noqa: B023
+        if step == 2 and rank == 0 and case == "raises":
+            net.one.weight.register_hook(_raises_once())
+        try:
+            loss.backward()
+            said.append("well")
+        except (trigram.TrigramError, ValueError) as error:
+            said.append(type(error).__name__)
+        opt.step() if said[-1] == "well" else opt.zero_grad()
+    return said
+
+
+def _raises_once() -> Any:
+    left = [None]
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        if left:
+            left.pop()
+            raise ValueError("of the script")
+        return gradient
+
+    return hook
+
+
+@pytest.mark.parametrize("case", ["NaN", "raises"])
+def test_a_pass_that_fails_in_one_place_fails_in_all(case: str) -> None:
+    """Otherwise the other places wait in its commit."""
+    results = run(4, _fails_in_one_place, case)
+    errors = {0: "ValueError"} if case == "raises" else {}
+    for rank, said in enumerate(results):
+        other = "CorruptError" if case == "NaN" else "AbortedError"
+        assert said == ["well", "well", errors.get(rank, other), "well", "well"], results
+
+
+def _evaluates(rank: int, world: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    trigram.init(elastic=True, replica_size=SIZE)
+    net = model()
+    fully_shard(net, mesh=_inner(rank, 0))
+    opt = _optimizer(net, "sgd")
+    shards = trigram.with_bagua(
+        trigram.local_shards(net), "local_sgd", every=100, optimizer=opt, elastic=True
+    )
+    x = torch.randn(3, 20, dtype=torch.float64)
+    sharded: Any = list(net.parameters())  # in the module they are others while they are gathered
+
+    def gathered() -> torch.Tensor:
+        whole = model()
+        with torch.no_grad():
+            for p, of in zip(whole.parameters(), sharded, strict=True):
+                p.copy_(of.full_tensor())
+        return whole(x)
+
+    for step in range(3):
+        opt.zero_grad()
+        loss_of(net, step, rank).backward()
+        opt.step()
+        trigram.step(shards)
+        own = gathered()
+        with torch.no_grad(), trigram.consensus(shards):
+            mean = net(x)
+            close(mean, gathered().detach(), 1e-12)
+        close(net(x).detach(), own.detach(), 1e-12)
+        assert not torch.equal(mean, own)
+
+
+def test_a_model_that_was_evaluated_computes_with_its_shards() -> None:
+    """FSDP keeps the root's parameters gathered after a forward pass that no backward pass follows."""
+    run(4, _evaluates)

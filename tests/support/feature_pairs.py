@@ -287,7 +287,8 @@ BESIDE = {
         "tests/elastic/test_spares.py",
     ),
     "replicas of several ranks, `trigram.init(elastic=True, replica_size=8)`": (
-        "with `local_shards`, algorithms that average weights; without, all that go with `elastic=True`",
+        "with `local_shards`, what averages weights and is not asynchronous; without, what goes with "
+        "`elastic=True` and is not asynchronous",
         "tests/elastic/test_replicas.py",
     ),
     "GPU tensors, over NCCL, the host or both in two levels": (

@@ -235,6 +235,12 @@ REFUSALS = (
         "replica; shard with fully_shard inside the replica",
     ),
     Refusal(
+        "init(replica_size=)",
+        "an asynchronous algorithm",
+        "a rank that waits for its replica in calls of torch answers no other place, and ranks would wait in a "
+        "circle; choose an algorithm whose ranks are in step",
+    ),
+    Refusal(
         "trigram.join",
         "elastic=True",
         "a rank that has no more inputs ends its script, and the others continue without it",

@@ -51,6 +51,7 @@ class ModelGroups:
         filters: What gradients pass before they are averaged, of the script's own.
         trained: ``id()`` of each parameter that has trained, and may again when it is frozen now.
         levels: The groups of averages in two levels; None: no such average was made yet.
+        everyone: Elastic jobs whose replicas have several ranks only: all members, not those of one place.
         interrupted: Elastic jobs only: returns True if this rank must stop to wait for a neighbour, because
             the ranks are about to regroup.
         silent: Elastic jobs only: returns the places of the ranks that contribute nothing to the step under
@@ -66,6 +67,7 @@ class ModelGroups:
         self.patient = False
         self.description: Callable[[], str] | None = None
         self.levels: Levels | None = None
+        self.everyone: Group | None = None
         self.interrupted: Callable[[], bool] | None = None
         self.silent: Callable[[], Collection[int]] = tuple
         self.source: Callable[[], int] = int

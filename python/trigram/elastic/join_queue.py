@@ -50,8 +50,11 @@ _LONGEST_ENDPOINT = 2000
 """Hexadecimal digits that an endpoint record has at most."""
 _LONGEST_DELAY = 60.0
 """Seconds at most until the next attempt to admit a rank that could not be reached."""
-_RECENT = 64
-"""The newest join requests, which the leader reads; older ones are stale."""
+_RECENT, _OF_REPLICA = 64, 8
+"""The newest join requests, which the leader reads, and as many for each rank of a replica; older ones are
+stale."""
+_FORGET = 10.0
+"""Seconds without a heartbeat after which an older request is no longer looked at."""
 _HEX = re.compile("(?:[0-9a-f]{2})+")
 
 
@@ -130,6 +133,7 @@ class JoinQueue:
         self.is_leader = False
         self.regroup_request: list[int] | None = None
         self._heartbeats: dict[int, bytes | None] | None = None
+        self._alive: dict[int, float] = {}  # requests, and when their heartbeat was last seen to go on
         # By rank: the number of failed admissions, and when to try again.
         self._deferred: dict[int, tuple[int, float]] = {}
         self._drain_told: tuple[int, int] | None = None
@@ -219,7 +223,13 @@ class JoinQueue:
     def _scan(self) -> None:
         """Reads the recent requests; those with a heartbeat since the last scan are pending."""
         count = int(self.store(lambda s: s.add(_REQUEST_COUNT, 0)) or 0)
-        recent = range(max(1, count - _RECENT), count + 1)
+        most = max(_RECENT, _OF_REPLICA * self.replicas.size)
+        # One whose heartbeat goes on is read for as long, however many others ask meanwhile.
+        now = time.monotonic()
+        self._alive = {
+            i: at for i, at in self._alive.items() if now - at < _FORGET and i not in self.answered
+        }
+        recent = sorted({*range(max(1, count - most), count + 1), *self._alive})
         before, heartbeats = self._heartbeats, {}
         for i in set(self.answered):
             if i not in recent:
@@ -231,6 +241,7 @@ class JoinQueue:
             heartbeat = heartbeats[i] = self.store.get(_HEARTBEAT.format(i))
             if before is None or heartbeat is None or heartbeat == before.get(i):
                 continue
+            self._alive[i] = now
             request = _parse_request(self.store.get(_REQUEST.format(i)))
             if request is None or request["rank"] in self.status["ranks"]:
                 continue  # a member's rank: its loss is not known yet, or two processes have the same rank

@@ -43,6 +43,8 @@ from trigram.runtime.world import EPOCH_ORDINALS, REACHABLE_ORDINALS
 _REACHABLE = "the reachable members"
 """The name of their group in error messages."""
 _MAX_TRIES = 20
+_QUORUM_POLL = 0.1
+"""Seconds between two looks whether ranks have left that the quorum waits for."""
 _CONNECT_TIMEOUT = 10.0
 """Seconds that a step of connecting a new epoch may take once all members have begun it."""
 _LEAVE_TIMEOUT = 3 * _CONNECT_TIMEOUT
@@ -87,6 +89,7 @@ class Membership:
         replicas: Which ranks come and leave together; the same on all members.
         stateless: Members that have no training state yet: they do not count in a quorum.
         reachable_groups: The groups of reachable members made in this epoch, by their ranks.
+        places: The groups of those of them that have this rank's place in their replicas, likewise.
         replica_group: The ranks of this one's replica in this epoch; None: not made yet.
     """
 
@@ -105,6 +108,7 @@ class Membership:
     replicas: Replicas = field(default_factory=Replicas)
     stateless: frozenset[int] = frozenset()
     reachable_groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    places: dict[tuple[int, ...], Group] = field(default_factory=dict)
     replica_group: Group | None = None
 
     @property
@@ -236,6 +240,7 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
     prepared: PreparedWorld | None = None
     without: list[int] | None = None  # the next epoch, if this rank leaves
     tries = 0
+    patience = time.monotonic() + _CONNECT_TIMEOUT
     while True:
         now, mine = current()
         if without is not None and _has_begun(without, now):
@@ -262,7 +267,9 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
                 if mine.queue is not None:
                     mine.queue.status = mine.status()
                 return _result(known, reachable, decision, renewed=False)
-            _check_quorum(mine, reachable, known)
+            if not _check_quorum(mine, reachable, known, time.monotonic() < patience):
+                time.sleep(_QUORUM_POLL)
+                continue
             if decision["leave"]:
                 leaving.hand_over(group)
             new = _connect_epoch(group, now, mine, decision, known)
@@ -393,7 +400,13 @@ def _decide(
     return decision
 
 
-def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor) -> None:
+def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor, may_wait: bool) -> bool:
+    """Whether the reachable ranks may continue; False: not yet. A rank whose replica has lost another leaves,
+    so it is waited for, while all reach it.
+
+    Raises:
+        NoQuorumError: They may not.
+    """
     losses = known[:, _LOSS_COLUMNS:]
     ended = {
         r
@@ -407,12 +420,16 @@ def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor) -
     voters = [r for r in reachable if r not in stateless]
     unreachable = [r for r in mine.ranks if r not in reachable and r not in ended | stateless]
     if unreachable and not (voters and quorum(mine.ranks, voters, unreachable)):
+        leaving = [r for r in unreachable if not bool((losses[:, r] % _STATELESS).any())]
+        if leaving and may_wait:
+            return False
         raise NoQuorumError(
             f"elastic: ranks {listed(reachable)} of {len(mine.ranks)} cannot reach ranks "
             f"{listed(unreachable)}, which may continue the job; ranks {listed(reachable)} stop. Restart "
             "them when the network works again",
             unreachable[0],
         )
+    return True
 
 
 def _connect_epoch(
@@ -435,7 +452,8 @@ def _connect_epoch(
     for rank, request in joining.items():
         endpoints[rank] = bytes.fromhex(request["endpoint"])
     ranks = sorted([*stay, *joining])
-    newcomers = [r for r, row in zip(group.ranks, known, strict=True) if row[0] and r in stay]
+    touched = mine.replicas.touched(r for r, row in zip(group.ranks, known, strict=True) if row[0])
+    newcomers = [r for r in stay if r in touched]
     stateless = sorted([*joining, *newcomers])
     spares = mine.spares.with_members(ranks, [r for r, request in joining.items() if request["spare"]])
     queue = mine.queue if group.rank == 0 else None  # the leader answers
@@ -455,8 +473,10 @@ def _connect_epoch(
     if now.rank in stay:
         succeeded[now.rank] = rendezvous.handshake(endpoints, _CONNECT_TIMEOUT)
     if queue is not None:
+        until = time.monotonic() + _HANDSHAKE_TIMEOUT  # for all of them: the members wait meanwhile
         for rank, request in joining.items():
-            value = queue.store.wait(HANDSHAKE.format(request["id"]), _HANDSHAKE_TIMEOUT)
+            left = max(until - time.monotonic(), 0.05)
+            value = queue.store.wait(HANDSHAKE.format(request["id"]), left)
             succeeded[rank] = value == b"yes"
     collectives.all_reduce(succeeded, "max", None, group)
     verdicts = [bool(v) for v in succeeded]
@@ -589,7 +609,8 @@ def _result(
     known: torch.Tensor, reachable: list[int], decision: dict[str, Any], renewed: bool
 ) -> MembershipChange:
     left, joined = decision["leave"], [request["rank"] for request in decision["requests"]]
-    newcomers = [r for r, row in zip(reachable, known, strict=True) if row[0] and r not in left]
+    touched = current()[1].replicas.touched(r for r, row in zip(reachable, known, strict=True) if row[0])
+    newcomers = [r for r in reachable if r in touched and r not in left]
     sources = [r for r in reachable if r not in newcomers and r not in left]
     if not sources:
         raise PeerLostError(

@@ -31,8 +31,8 @@ from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import draining, joining, local_state, membership
 from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
-from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
-from trigram.runtime import job, logs, world
+from trigram.errors import AbortedError, DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
+from trigram.runtime import job, logs, serving, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import Part
 from trigram.runtime.records import broadcast_bytes
@@ -170,6 +170,10 @@ class ElasticModel:
         self.everyone = self.groups.control
         if mine.replicas.size > 1:
             self.everyone = now.new_group(self.members.ranks, "commit", REPLICA_ORDINALS)
+            # A pass that fails in one place fails in all of them, or these would wait in its commit.
+            self.groups.everyone = self.everyone
+            if self.groups.non_finite_check is not None:
+                self.groups.non_finite_check.group = self.everyone
 
     def begins_again(self, hooks: ElasticHooks) -> None:
         """The algorithm has other hooks from now on."""
@@ -615,11 +619,19 @@ def _losses() -> Iterator[list[TrigramError]]:
     """A block that a loss ends; it is then in the list that the block gets."""
     lost: list[TrigramError] = []
     try:
-        yield lost
+        with serving.looking(_look) if replica_size() > 1 else contextlib.nullcontext():
+            yield lost
     except TrigramError as e:
         if not is_loss(e):
             raise
         lost.append(e)
+
+
+def _look() -> None:
+    """Ends a wait when a rank is lost. Where a rank waits for those of its place only, the loss of another
+    ends no call, and what is left of that one's replica may not come for long."""
+    if membership.has_lost():
+        raise AbortedError("elastic: a rank was lost; the others change the membership without its replica")
 
 
 def _agreed(lost: bool) -> bool:
@@ -632,9 +644,13 @@ def _agreed(lost: bool) -> bool:
     if group is None:
         return lost
     flag = torch.tensor([int(lost)], device="cpu")
-    with _losses() as broken:
+    try:
         collectives.all_reduce(flag, "max", None, group)
-    return bool(flag) or bool(broken)
+    except TrigramError as e:
+        if not is_loss(e):
+            raise
+        return True
+    return bool(flag)
 
 
 def _broadcast(value: Any, src: int, group: Group) -> Any:
@@ -648,7 +664,11 @@ def _broadcast(value: Any, src: int, group: Group) -> Any:
 
 def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
     """The change, with the new ranks that all members name in the new epoch. All of them call it."""
-    newcomers = ranks_that(newcomer, group)
+    mine = current()[1]
+    # A replica has the training state if all of its ranks have.
+    touched = mine.replicas.touched(ranks_that(newcomer, group))
+    newcomers = [r for r in group.ranks if r in touched]
+    mine.newcomer = group.ranks[group.rank] in touched
     source = _first([r for r in group.ranks if r not in newcomers])
     return MembershipChange(newcomers, source, commit, True, behind)
 
@@ -735,9 +755,13 @@ def _leaving(models: Sequence[ElasticModel]) -> Leaving:
 def _places(group: Group) -> Group:
     """Those of a group that have this rank's place in their replicas, in the present epoch. All its ranks
     call it."""
-    if (ranks := _row(group)) == list(group.ranks):
+    now, mine = current()
+    if mine.replicas.size == 1:
         return group
-    return current()[0].among(group, "places", ranks)
+    known = tuple(group.ranks)
+    if known not in mine.places:
+        mine.places[known] = now.among(group, "places", _row(group))
+    return mine.places[known]
 
 
 def _leave(models: Sequence[ElasticModel]) -> NoReturn:

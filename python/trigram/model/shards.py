@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trigram.elastic.membership import current
 from trigram.errors import MisuseError
 from trigram.model.wrapped import wrapped_models
 from trigram.training.gradient_sync import GradientSync
@@ -90,10 +91,22 @@ def follow(model: nn.Module) -> None:
         if wrapped is None or wrapped.stale or wrapped.hooks is None:
             handle.remove()
         else:
+            before = current()[1].epoch
             wrapped.hooks.between_steps()
+            if current()[1].epoch != before:
+                _gather_again(mine)
 
     # Before the hook of FSDP, which gathers the shards.
     handle = whole.register_forward_pre_hook(begins, prepend=True)
+
+
+def _gather_again(model: nn.Module | None) -> None:
+    """The shards have changed: FSDP gathers what it has kept since a forward pass without backward."""
+    whole = model._model() if isinstance(model, LocalShards) else None
+    for module in whole.modules() if whole is not None else ():
+        reshard: Any = getattr(module, "reshard", None)  # of an FSDPModule
+        if reshard is not None:
+            reshard()
 
 
 def collect(model: nn.Module) -> None:
@@ -103,6 +116,7 @@ def collect(model: nn.Module) -> None:
     Raises:
         MisuseError: The model that the shards belong to is no longer sharded.
     """
+    _gather_again(model)
     if not isinstance(model, LocalShards) or model._sharded is None:
         return
     if (sharded := _lender(model)) is None:

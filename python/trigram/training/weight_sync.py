@@ -371,6 +371,7 @@ class WeightSync(StepHooks):
                     self.schedule.drain(timeout)
             except TrigramError as e:
                 if not self.elastic.is_loss(e):
+                    self.elastic.agreed(False)  # the other ranks of the replica ask, too
                     raise
                 change = True
             if not self.elastic.agreed(change):

@@ -455,6 +455,8 @@ class GradientPass:
         if counts[1] > self.calls[1]:
             self.groups.second_phase.core.abort(counts[1], why)
             routes.abort(self.groups.second_phase, why)
+        if self.groups.everyone is not None:  # the commit of this pass, in which other places wait
+            self.groups.everyone.core.abort(self.groups.everyone.core.next() + 1, why)
         if self.groups.levels is not None:
             self.groups.levels.abort(why)
         if self.groups.sample_weight is not None:

@@ -237,8 +237,8 @@ REFUSALS = (
     Refusal(
         "init(replica_size=)",
         "an asynchronous algorithm",
-        "a rank that waits for its replica in calls of torch answers no other place, and ranks would wait in a "
-        "circle; choose an algorithm whose ranks are in step",
+        "a rank that waits for its replica in calls of torch answers no other place, and ranks would wait in "
+        "a circle; choose an algorithm whose ranks are in step",
     ),
     Refusal(
         "trigram.join",

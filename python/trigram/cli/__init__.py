@@ -558,6 +558,11 @@ def plan_command(
     from trigram.model import planned
 
     if context.args:
+        if rate is not None or links is not None:
+            raise typer.BadParameter(
+                "--rate and --links are for a plan without a job: a script behind -- is measured on the "
+                "links that it has. For others give --params and --compute in its place"
+            )
         raise typer.Exit(plan.measured(context.args, ranks, steps, json_file or Path("plan.json"), allow))
     if params is None or compute is None:
         raise typer.BadParameter("give a script behind --, or both --params and --compute")

@@ -165,6 +165,10 @@ def launch(
         )
         if reports and show != "none":
             sys.stderr.write(reports)
+            if not restarts and ranks > 1 and any(codes[rank] == -signal.SIGKILL for rank in failed):
+                sys.stderr.write(
+                    "trigram: the other ranks were ended; an elastic job goes on if started with --restarts\n"
+                )
         return Outcome(code, reports, codes, timed_out=code == TIMED_OUT and not failed)
 
 

@@ -43,6 +43,25 @@ def _inner(rank: int, life: int) -> Any:
     return init_device_mesh("cpu", (SIZE,))
 
 
+class Ema:
+    """An average of weights, whose state are DTensors."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.of: Any = dict(net.named_parameters())
+        self.kept: Any = {name: p.detach().clone() for name, p in self.of.items()}
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for name, p in self.of.items():
+                self.kept[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = {name: t.clone() for name, t in state["kept"].items()}
+
+
 def _trains(
     rank: int,
     world: int,
@@ -70,12 +89,12 @@ def _trains(
     net.register_buffer("count", torch.full((3,), float("nan") if life else 0.0))
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
-    opt = _optimizer(net, kind)
+    opt, ema = _optimizer(net, kind), Ema(net)
     shards = trigram.with_bagua(
         trigram.local_shards(net),
         algorithm,
         optimizer=opt,
-        elastic=True,
+        elastic=[ema],
         **({"every": 1} if options is None else options),
     )
     first = trigram.stats(shards)["steps"]
@@ -100,6 +119,7 @@ def _trains(
                 os.kill(os.getpid(), signal.SIGKILL)
             net.count += 1
             trigram.step(shards)
+            ema.update()
             history.append(tuple(trigram.stats(shards)["ranks"]))
             say(("did", step))
             time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
@@ -109,7 +129,13 @@ def _trains(
         return {"left": True, "history": history}
     time.sleep(0.5)  # all others have looked who made the last step
     assert net.count.tolist() == [steps] * 3
-    return {"weights": _weights(net), "history": history, "first": first, "size": trigram.world_size()}
+    return {
+        "weights": _weights(net),
+        "history": history,
+        "first": first,
+        "size": trigram.world_size(),
+        "ema": torch.cat([t.full_tensor().flatten() for t in ema.kept.values()]),
+    }
 
 
 def _reference(history: Sequence[Sequence[int]], kind: str = "sgd") -> torch.Tensor:
@@ -183,6 +209,8 @@ def test_a_replica_joins_again(kind: str) -> None:
     assert replicas[:4] == [(0, 1, 2)] * 4 and replicas[4] == (0, 2) and replicas[-1] == (0, 1, 2)
     for r in range(6):
         assert torch.equal(results[r]["weights"], results[0]["weights"]), f"rank {r}"
+    for r in range(6):
+        assert torch.equal(results[r]["ema"], results[0]["ema"]), f"rank {r}"
     assert replicas[results[2]["first"] - 1] == (0, 2) and results[2]["first"] == results[3]["first"]
     assert replicas[results[2]["first"]] == (0, 1, 2)
     close(results[0]["weights"], _reference(replicas, kind), 1e-9)

@@ -1,8 +1,9 @@
-"""The state of an optimizer whose parameters are sharded (DTensors): what this rank holds of it, to be sent
-to a rank that holds the same shards."""
+"""The state of an object whose tensors are sharded (DTensors), such as the optimizer of a model that
+``fully_shard`` divides: what this rank holds of it, to be sent to a rank that holds the same shards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch.optim import Optimizer
 
 def of(state: Any) -> Any:
     """What gives the state of an object as plain tensors: usually the object itself."""
-    if isinstance(state, Optimizer) and any(_is_sharded(p) for p in _params(state)):
-        return LocalState(state)
-    return state
+    if isinstance(state, Optimizer):
+        return LocalState(state) if any(_is_sharded(p) for p in _params(state)) else state
+    found: list[Any] = []
+    _mapped(state.state_dict(), lambda value: found.append(_is_sharded(value)))
+    return LocalTensors(state) if any(found) else state
 
 
 class LocalState:
@@ -43,6 +46,47 @@ class LocalState:
             for key, kept in state["state"].items()
         }
         self.optimizer.load_state_dict({**state, "state": whole})
+
+
+class LocalTensors:
+    """Any other object whose state has DTensors: an average of the weights, say. One that loads has DTensors
+    in the same places.
+
+    Args:
+        inner: The object.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the object's, with the local tensors of DTensors in their places."""
+        local: dict[str, Any] = _mapped(
+            self.inner.state_dict(), lambda value: value._local_tensor if _is_sharded(value) else value
+        )
+        return local
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` gave on a rank with the same shards."""
+        self.inner.load_state_dict(_like(self.inner.state_dict(), state))
+
+
+def _mapped(value: Any, what: Callable[[Any], Any]) -> Any:
+    """What a function makes of each leaf of nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return {key: _mapped(each, what) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(each, what) for each in value])
+    return what(value)
+
+
+def _like(mine: Any, theirs: Any) -> Any:
+    """Their state, with DTensors where this rank's has some."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return {key: _like(mine.get(key), each) for key, each in theirs.items()}
+    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple) and len(mine) == len(theirs):
+        return type(theirs)([_like(a, b) for a, b in zip(mine, theirs, strict=True)])
+    return _sharded_as(mine, theirs)
 
 
 def _params(optimizer: Optimizer) -> list[Any]:

@@ -439,6 +439,10 @@ class ElasticModel:
         """Whether an error is due to a lost rank, so that the job continues."""
         return is_loss(error)
 
+    def losses(self) -> contextlib.AbstractContextManager[list[TrigramError]]:
+        """See :func:`_losses`."""
+        return _losses()
+
     def regroup(self, boundary: bool = True, complete: bool = False) -> MembershipChange:
         """Changes the membership with the other ranks, see :func:`recover`; aborts the calls in which they
         wait for this rank: such a call does not fail by itself if who is gone has left in good order."""

@@ -57,6 +57,9 @@ class Elasticity(Protocol):
     def is_loss(self, error: TrigramError) -> bool:
         """Whether an error was caused by a lost rank, so that the others continue."""
 
+    def losses(self) -> AbstractContextManager[list[TrigramError]]:
+        """A block that a lost rank ends; its error is then in the list that the block gets."""
+
     def agreed(self, lost: bool) -> bool:
         """Whether a rank of this one's replica must regroup; all of them ask at the same places."""
 
@@ -98,6 +101,10 @@ class FixedRanks:
     def is_loss(self, error: TrigramError) -> bool:
         """See :class:`Elasticity`."""
         return False
+
+    def losses(self) -> AbstractContextManager[list[TrigramError]]:
+        """See :class:`Elasticity`."""
+        return contextlib.nullcontext([])
 
     def agreed(self, lost: bool) -> bool:
         """See :class:`Elasticity`."""

@@ -366,15 +366,14 @@ class WeightSync(StepHooks):
         while True:
             change = False
             try:
-                change = not wait_for_all(self, timeout, end)
-                if not change:
-                    self.schedule.drain(timeout)
-            except TrigramError as e:
-                if not self.elastic.is_loss(e):
-                    self.elastic.agreed(False)  # the other ranks of the replica ask, too
-                    raise
-                change = True
-            if not self.elastic.agreed(change):
+                with self.elastic.losses() as lost:
+                    change = not wait_for_all(self, timeout, end)
+                    if not change:
+                        self.schedule.drain(timeout)
+            except TrigramError:
+                self.elastic.agreed(False)  # the other ranks of the replica ask, too
+                raise
+            if not self.elastic.agreed(change or bool(lost)):
                 self.moved_here()
                 return
             self.elastic.regroup()

@@ -47,6 +47,12 @@ class Setting:
         warmup: The fraction of the steps that average gradients first.
         own_step: The part of a rank's own last update that its gradients are computed with; with 0 all
             updates arrive equally late.
+        follow: The part of what an average moves a rank's weights by that its first moment takes over, as an
+            update would have made it: with 1 and a complete graph all have the mean's moment, at no bytes
+            (quasi-global momentum, 2102.04761).
+        innovation: The part of its own last gradient in its own last update that a rank's gradients are
+            computed with; the rest of the update is the moments', which are alike.
+        pull: The part of an average that is applied.
         optimizer: `adam`; `muon` (matrices of the blocks, the rest Adam); `demo` (DeMo, 2411.19870).
         matrix_lr: The factor of the learning rate of matrices, with Muon.
         fraction: The part of each chunk's coefficients that DeMo sends.
@@ -63,6 +69,9 @@ class Setting:
     lr: float = TASKS["gpt"].adam
     warmup: float = 0.0
     own_step: float = 1.0
+    follow: float = 0.0
+    innovation: float = 1.0
+    pull: float = 1.0
     optimizer: str = "adam"
     matrix_lr: float = 1.0
     fraction: float = 0.1
@@ -148,6 +157,14 @@ def largest(momentum: Tensor, fraction: float) -> Tensor:
     return (cosines(a).T @ kept @ cosines(b)).permute(0, 1, 3, 2, 4).reshape(momentum.shape)
 
 
+def _apply(late: list[tuple[Tensor, Tensor]], x: Tensor, first: Tensor, follow: Tensor) -> None:
+    """Applies averages; the first moment follows those of the weights."""
+    for values, change in late:
+        values.add_(change)
+        if values is x:
+            first -= follow * change
+
+
 def train(setting: Setting, split: workloads.Split) -> float:
     """The held-out loss of one training."""
     n, s = setting.ranks, setting
@@ -155,15 +172,16 @@ def train(setting: Setting, split: workloads.Split) -> float:
     model = Model(workloads.make_model("gpt"))
     x = model.start.repeat(n, 1)
     first, second, momentum = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
-    last, late, averages = torch.zeros_like(x), [], 0
+    last, news, late, averages = torch.zeros_like(x), torch.zeros_like(x), [], 0
+    scale = torch.ones_like(x)
     stream = batches(split, n, s.seed)
     for step in range(s.steps):
         factor = min(1.0, (step + 1) / (0.05 * s.steps)) * 0.5 * (1 + math.cos(math.pi * step / s.steps))
         by_gradients = s.average == "gradients" or step < s.warmup * s.steps
         with sdpa_kernel(SDPBackend.MATH):
-            g, _ = model.gradients(x + (1 - s.own_step) * last, *next(stream))
-        for values, change in late:
-            values.add_(change)
+            held_back = (1 - s.own_step) * last + (1 - s.innovation) * news
+            g, _ = model.gradients(x + held_back, *next(stream))
+        _apply(late, x, first, s.follow / scale)
         late = []
         if by_gradients and s.optimizer != "demo":
             g = g.mean(0, keepdim=True).expand_as(g)
@@ -185,6 +203,9 @@ def train(setting: Setting, split: workloads.Split) -> float:
             momentum = momentum - sent
             update = sent.mean(0, keepdim=True).sign().expand_as(x)
         last = s.lr * factor * update
+        correction = 1 - BETA1 ** (step + 1)
+        scale = s.lr * factor / correction / ((second / (1 - BETA2 ** (step + 1))).sqrt() + EPS)
+        news = scale * (1 - BETA1) * g
         x = x - last
         if by_gradients or s.optimizer == "demo":
             continue
@@ -197,10 +218,9 @@ def train(setting: Setting, split: workloads.Split) -> float:
             mixed += [first, momentum]
         if s.average == "both":
             mixed += [second]
-        late = [(values, mixing @ values - values) for values in mixed]
+        late = [(values, s.pull * (mixing @ values - values)) for values in mixed]
         if not s.overlap:
-            for values, change in late:
-                values.add_(change)
+            _apply(late, x, first, s.follow / scale)
             late = []
     for values, change in late:
         values.add_(change)

@@ -61,11 +61,11 @@ def kind(algorithm: Algorithm) -> str:
 
 
 def known(name: str) -> str:
-    """What is known of the loss of an algorithm, in a few words."""
+    """What is known of the loss of an algorithm, in a few words; with * it is that of its card's settings."""
     found = LOSS_PERCENT.get(name)
     if found is None:
         return {"exact": "as DDP's", "close": "not measured; rounds each value once per phase"}.get(
             kind(find(name)), "not measured"
         )
     text = ", ".join(f"{task} {value:+.1f} %" for task, value in zip(TASKS, found, strict=True))
-    return f"{text} (with its card's settings)" if name in WITH_SETTINGS else text
+    return f"{text} *" if name in WITH_SETTINGS else text

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import trigram
-from tests.support.harness import ROOT, Ranks, await_flag, flag, say, scratch
+from tests.support.harness import ROOT, Ranks, await_flag, flag, say, scratch, until
 
 pytestmark = pytest.mark.waits
 
@@ -315,8 +314,10 @@ def test_what_is_done_to_ranks(key: tuple[str, str]) -> None:
         else:
             ranks.signal(2, number)
         if number == signal.SIGSTOP:
-            wakes = threading.Timer(2.5, lambda: ranks.signal(2, signal.SIGCONT))
-            wakes.start()
+            # Not after a fixed time: on a busy machine the others wait for longer before they evict it.
+            until(lambda: any("evicted rank 2" in ranks.log(r) for r in (0, 1)), 40, "the eviction")
+            time.sleep(0.5)
+            ranks.signal(2, signal.SIGCONT)
         results = ranks.results(60, dies=[2] if number == signal.SIGKILL else [])
     itself = key[1] == "it evicted this rank"
     for name, text, about in results[2:] if itself else results[:2]:

@@ -27,6 +27,10 @@ NAME = 16
 """Bytes of the name of an ``init``, before the endpoint record."""
 
 
+KIND = 5
+"""Bytes that say what the rank is, before its record proper."""
+
+
 def key(rank: int, world: int) -> str:
     """Where a rank's endpoint record lies in a store that was handed to ``init``."""
     return f"trigram/of{world}/endpoint/{rank}"
@@ -39,9 +43,9 @@ def card(store: Any, rank: int, world: int) -> bytes:
 
 
 def _port(card: bytes) -> tuple[int, int]:
-    """Where a card's port lies: after a letter, a version, the release (its length and its text), a rank, the
-    kind of address, and 4 numbers."""
-    begin = end = 9 + card[2]
+    """Where a card's port lies: after what the rank is, a version, the release (its length and its text), a
+    rank, the kind of address, and 4 numbers."""
+    begin = end = KIND + 8 + card[KIND + 1]
     while card[end] & 0x80:
         end += 1
     return begin, end + 1
@@ -67,11 +71,11 @@ def readdressed(card: bytes, port: int, secret: str | None = SECRET) -> bytes:
     while port >= 0x80:
         number.append(port & 0x7F | 0x80)
         port >>= 7
-    body = card[1 : begin - 4] + bytes([127, 0, 0, 1]) + bytes([*number, port]) + card[end:-32]
+    body = card[KIND : begin - 4] + bytes([127, 0, 0, 1]) + bytes([*number, port]) + card[end:-32]
     seal = (
         hmac.new(secret.encode(), b"trigram record" + body, hashlib.sha256).digest() if secret else bytes(32)
     )
-    return card[:1] + body + seal
+    return card[:KIND] + body + seal
 
 
 class Detoured(dist.Store):

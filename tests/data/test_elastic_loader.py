@@ -73,6 +73,7 @@ def _trains(
     workers: int = 0,
     spares: Sequence[int] = (),
     drains: dict[int, int] | None = None,
+    recovers: bool = False,
 ) -> dict[str, Any]:
     """Writes which samples it has used, after each pass that counted."""
     torch.set_num_threads(1)
@@ -106,6 +107,8 @@ def _trains(
                 fresh = False  # the first step of a rank that joins does not count
                 opt.step()
                 step += 1
+                if recovers:
+                    trigram.recover()
                 say(("did", step))
                 time.sleep(0.3 if awaited() else 0.01)
     except SystemExit:
@@ -153,6 +156,17 @@ def test_with_a_spare_and_a_rank_that_leaves() -> None:
         found = _used(ranks, epochs, samples)
     for used in found:
         assert set(used.values()) == {1} and samples - len(used) < 3, used
+
+
+def test_another_change_before_the_next_batch() -> None:
+    """Who counted in the last pass is known after it: here a rank leaves between the pass and the batch."""
+    epochs, samples = 2, 110
+    arguments = epochs, samples, {1: 4}, "inside", False, 0, (), {2: 4}, True
+    with Ranks(4, _trains, *arguments) as ranks:
+        ranks.results(60, dies=[1])
+        found = _used(ranks, epochs, samples)
+    for used in found:
+        assert set(used.values()) == {1} and samples - len(used) < 4, used
 
 
 def _fixed(rank: int, world: int) -> list[list[int]]:

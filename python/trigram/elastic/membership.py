@@ -534,6 +534,7 @@ def build(
         mine.epoch + 1,
         mine.newcomer,
         mine.commits,
+        mine.counted,
         spares=spares,
         replicas=mine.replicas,
         stateless=frozenset(stateless),

@@ -659,3 +659,19 @@ def test_a_notice_makes_a_rank_leave() -> None:
     results = run(3, _leaves_by_file)
     assert [left for left, _ in results] == [False, True, False]
     assert results[0][1] == results[2][1] == results[1][1] + 1, "the others have made one step more"
+
+
+def _leaves_inside_a_step(rank: int, world: int) -> None:
+    trigram.init(elastic=True)
+    net = torch.nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    trigram.with_bagua(net, "local_sgd", every=2, optimizer=opt, elastic=True)
+    loss = net(torch.ones(1, 2)).sum()
+    trigram.shutdown()
+    loss.backward()
+    assert not trigram.is_initialized(), "the pass has begun another job"
+    says(raises(trigram.MisuseError, lambda: (opt.step(), net(torch.ones(1, 2)))), "has left the elastic job")
+
+
+def test_a_pass_after_the_job_begins_no_other() -> None:
+    run(2, _leaves_inside_a_step)

@@ -192,8 +192,12 @@ def current() -> tuple[World, Membership]:
 
 
 def replica_group() -> Group | None:
-    """The group of the ranks of this one's replica, for its decisions; None if the replica is one rank."""
-    now, mine = current()
+    """The group of the ranks of this one's replica, for its decisions; None if the replica is one rank, or if
+    this rank has left the job."""
+    now = world.present()  # not `current`, which begins a job
+    mine = None if now is None else now.elastic
+    if now is None or not isinstance(mine, Membership):
+        return None
     if mine.replica_group is None and mine.replicas.size > 1 and mine.ranks:
         mine.replica_group = now.among(now.group, "replica", mine.replicas.of(now.rank))
     return mine.replica_group

@@ -29,10 +29,10 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic import draining, joining, local_state, membership
+from trigram.elastic import draining, joining, local_state, losses, membership, places
 from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
-from trigram.errors import AbortedError, DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
-from trigram.runtime import job, logs, serving, world
+from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
+from trigram.runtime import job, logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import Part
 from trigram.runtime.records import broadcast_bytes
@@ -223,8 +223,8 @@ class ElasticModel:
         """
         self.receiving = None
         if not fresh:
-            if (places := training_group()) is not group:
-                self.groups.group.become(places)
+            if (ranks := places.training_group()) is not group:
+                self.groups.group.become(ranks)
             self.groups.renew(self.groups.group)
             self._find_places()
         control = self.groups.control
@@ -249,7 +249,7 @@ class ElasticModel:
     def first_with_state(self) -> int:
         """The place in the group of the rank whose buffers count."""
         ranks = self.groups.control.ranks
-        return ranks.index(_first([r for r in ranks if r not in self.arrived]))
+        return ranks.index(places.first([r for r in ranks if r not in self.arrived]))
 
     def describe(self) -> dict[str, Any]:
         """What changes in the job's status while an epoch lasts; any thread may call it."""
@@ -338,7 +338,7 @@ class ElasticModel:
         if self._mine().change_pending:
             recover(boundary=True)
         while True:
-            with _losses() as lost:
+            with losses.caught() as lost:
                 prepare(self.first_with_state())
             if not self.agreed(bool(lost)):
                 return
@@ -352,7 +352,7 @@ class ElasticModel:
         counted: list[int] = []
         while True:
             begun = time.monotonic()
-            with _losses() as lost:
+            with losses.caught() as lost:
                 if not complete:
                     a_pass.send_rest()
                     self.receive()
@@ -386,7 +386,7 @@ class ElasticModel:
         mine = self._mine()
         lost: list[TrigramError] = []
         if not (called := self.is_called()):  # else `between_steps` regroups
-            with _losses() as lost:
+            with losses.caught() as lost:
                 if step():
                     mine.change_pending = self._is_change_pending()
         # The other ranks of the replica may have made the step, or not know of the loss yet.
@@ -440,8 +440,8 @@ class ElasticModel:
         return is_loss(error)
 
     def losses(self) -> contextlib.AbstractContextManager[list[TrigramError]]:
-        """See :func:`_losses`."""
-        return _losses()
+        """See :func:`trigram.elastic.losses.caught`."""
+        return losses.caught()
 
     def regroup(self, boundary: bool = True, complete: bool = False) -> MembershipChange:
         """Changes the membership with the other ranks, see :func:`recover`; aborts the calls in which they
@@ -453,14 +453,14 @@ class ElasticModel:
     @contextlib.contextmanager
     def forgiving(self) -> Iterator[None]:
         """A block that is not repeated if a rank is lost in it: the ranks regroup and continue after it."""
-        with _losses() as lost:
+        with losses.caught() as lost:
             yield
         if self.agreed(bool(lost)):
             self.regroup(boundary=False)
 
     def agreed(self, lost: bool) -> bool:
-        """See :func:`_agreed`."""
-        return _agreed(lost)
+        """See :func:`trigram.elastic.losses.agreed`."""
+        return losses.agreed(lost)
 
     def _commit(self) -> bool:
         """Ends when all members have the results of the pass; returns whether one waits to join or leave."""
@@ -529,62 +529,14 @@ def add(part: ElasticModel) -> None:
     job.here().part(draining.Draining).trains = True
     if mine.newcomer:
         # The members call `renew` at the end of `recover`; this rank's groups were made after it joined.
-        with _losses() as lost:
+        with losses.caught() as lost:
             part.renew(now.group, known.join_change, fresh=True)
-        if _agreed(bool(lost)):
+        if losses.agreed(bool(lost)):
             known.join_change = recover(boundary=False)
 
 
 def _others(known: _Models, group: Group, part: ElasticModel) -> list[ElasticModel]:
     return [m for m in known.of(group) if m.model() is not part.model()]
-
-
-def _first(ranks: Sequence[int]) -> int:
-    """Of these ranks, that whose state and buffers count: the lowest that was not started as a spare. A spare
-    has the weights of all, and buffers of its own inputs."""
-    spares = current()[1].spares.ranks
-    return min(ranks, key=lambda r: (r in spares, r))
-
-
-def training_group() -> Group:
-    """The group of the ranks that train a model together: all members, or those with this rank's place in
-    their replicas. All of them call it."""
-    now, mine = current()
-    if mine.replicas.size == 1:
-        return now.group
-    return now.new_group(_row(now.group), "places", REPLICA_ORDINALS)
-
-
-def _row(group: Group) -> list[int]:
-    """Those ranks of a group of this rank that have its place in their replicas."""
-    return current()[1].replicas.row(group.ranks[group.rank], group.ranks)
-
-
-def first_place() -> int:
-    """The place of that rank in the group that trains a model."""
-    ranks = _row(current()[0].group)
-    return ranks.index(_first(ranks))
-
-
-def is_newcomer() -> bool:
-    """Whether this rank has joined and not taken part in a step yet."""
-    return current()[1].newcomer
-
-
-def has_spares() -> bool:
-    """Whether a rank of the job, as far as this one knows, was started as a spare."""
-    return bool(current()[1].spares.ranks)
-
-
-def replica_size() -> int:
-    """How many ranks make up a replica."""
-    return current()[1].replicas.size
-
-
-def counting() -> int:
-    """How many ranks of the group that trains a model count: all but spares."""
-    _, mine = current()
-    return len(mine.training()) // mine.replicas.size
 
 
 def enter_job() -> None:
@@ -612,49 +564,10 @@ def join_job() -> None:
     joining.join()
     now, known = current()[0], job.here().part(_Models)
     # The members make the same call at the end of `recover`.
-    with _losses() as lost:
+    with losses.caught() as lost:
         known.join_change = _describe_change(now.group, newcomer=True, commit=False)
-    if _agreed(bool(lost)):  # this rank recovers like all
+    if losses.agreed(bool(lost)):  # this rank recovers like all
         known.join_change = recover(boundary=False)
-
-
-@contextlib.contextmanager
-def _losses() -> Iterator[list[TrigramError]]:
-    """A block that a loss ends; it is then in the list that the block gets."""
-    lost: list[TrigramError] = []
-    try:
-        with serving.looking(_look) if replica_size() > 1 else contextlib.nullcontext():
-            yield lost
-    except TrigramError as e:
-        if not is_loss(e):
-            raise
-        lost.append(e)
-
-
-def _look() -> None:
-    """Ends a wait when a rank is lost. Where a rank waits for those of its place only, the loss of another
-    ends no call, and what is left of that one's replica may not come for long."""
-    if membership.has_lost():
-        raise AbortedError("elastic: a rank was lost; the others change the membership without its replica")
-
-
-def _agreed(lost: bool) -> bool:
-    """Whether a rank of this one's replica must regroup; all of them make this call at the same places.
-
-    The ranks of a replica wait for each other in calls of their own. If one regrouped alone, it would wait
-    for all members, and the rest of its replica for it.
-    """
-    group = membership.replica_group()
-    if group is None:
-        return lost
-    flag = torch.tensor([int(lost)], device="cpu")
-    try:
-        collectives.all_reduce(flag, "max", None, group)
-    except TrigramError as e:
-        if not is_loss(e):
-            raise
-        return True
-    return bool(flag)
 
 
 def _broadcast(value: Any, src: int, group: Group) -> Any:
@@ -673,7 +586,7 @@ def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = 
     touched = mine.replicas.touched(ranks_that(newcomer, group))
     newcomers = [r for r in group.ranks if r in touched]
     mine.newcomer = group.ranks[group.rank] in touched
-    source = _first([r for r in group.ranks if r not in newcomers])
+    source = places.first([r for r in group.ranks if r not in newcomers])
     return MembershipChange(newcomers, source, commit, True, behind)
 
 
@@ -716,13 +629,13 @@ def _recover(boundary: bool, complete: bool) -> MembershipChange:
         now, mine = current()
         if change.commit:
             mine.newcomer = False  # its first pass counts, so it has received the training state
-        with _losses() as lost:
+        with losses.caught() as lost:
             change = _describe_change(now.group, mine.newcomer, change.commit, change.behind)
             known = job.here().part(_Models)
             known.models = known.of(now.group)
             for model in known.models:
                 model.renew(now.group, change)
-        if _agreed(bool(lost)):
+        if losses.agreed(bool(lost)):
             continue
         logs.warning(
             f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
@@ -750,22 +663,10 @@ def _leaving(models: Sequence[ElasticModel]) -> Leaving:
 
     def hand_over(group: Group) -> None:
         for model in models:
-            model.hooks.hand_over(_places(group))
+            model.hooks.hand_over(places.among(group))
 
     at_once = min((model.hooks.shared.most_leaving() for model in models), default=sys.maxsize)
     return Leaving(at_once, hand_over)
-
-
-def _places(group: Group) -> Group:
-    """Those of a group that have this rank's place in their replicas, in the present epoch. All its ranks
-    call it."""
-    now, mine = current()
-    if mine.replicas.size == 1:
-        return group
-    known = tuple(group.ranks)
-    if known not in mine.places:
-        mine.places[known] = now.among(group, "places", _row(group))
-    return mine.places[known]
 
 
 def _leave(models: Sequence[ElasticModel]) -> NoReturn:

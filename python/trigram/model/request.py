@@ -16,7 +16,7 @@ from trigram.algorithms.names import DEFAULT
 from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.sparse import sparse_parameters
-from trigram.elastic import recovery
+from trigram.elastic import places, recovery
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import wrapped_models
 from trigram.plan import measuring, settle
@@ -109,7 +109,7 @@ class Request:
             check_elastic(self.algorithm)  # before this rank joins as a spare
             recovery.join_job()
             if self.group is None:
-                return recovery.training_group()
+                return places.training_group()
         return resolve(self.group)
 
     def among(self, ranks: Group, model: nn.Module) -> Request:
@@ -121,7 +121,7 @@ class Request:
             _warn_of(chosen.name, [*chosen.unknown, *unknown], ranks)
         if self.automatic is not None:
             _warn_of("auto", self.automatic.ignored, ranks)
-        extras.check(chosen, ranks.size if self.elastic is False else recovery.counting())
+        extras.check(chosen, ranks.size if self.elastic is False else places.counting())
         features = compatibility.features(chosen) | extras.features() | _of_model(model, extras.ignore)
         compatibility.check(f"algorithm {chosen.name!r}", features)
         if self.elastic is not False:
@@ -180,9 +180,9 @@ def check_elastic(chosen: Algorithm) -> None:
     """Raises if an algorithm does not go with this elastic job, as far as this rank knows its spares."""
     features = compatibility.features(chosen)
     features.add("elastic=True")
-    if recovery.has_spares():
+    if places.has_spares():
         features.add("init(spare=True)")
-    if recovery.replica_size() > 1:
+    if places.replica_size() > 1:
         features.add("init(replica_size=)")
     compatibility.check(f"algorithm {chosen.name!r}", features)
 

@@ -12,7 +12,7 @@ from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Trigram
 from trigram.averaging.gradient_filter import GradientFilter
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic.recovery import counting
+from trigram.elastic.places import counting
 from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto

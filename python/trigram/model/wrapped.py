@@ -14,7 +14,7 @@ from torch import nn
 
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
-from trigram.elastic import recovery
+from trigram.elastic import places, recovery
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.mixing.quorum import QuorumSteps
 from trigram.runtime import job, logs
@@ -84,8 +84,8 @@ class WrappedModel:
         if self.groups is not None:
             self.groups.describe(_describes(weakref.ref(self)))
         if self.groups is not None and states is not None:
-            self.groups.joining = recovery.is_newcomer()
-            self.groups.source = recovery.first_place
+            self.groups.joining = places.is_newcomer()
+            self.groups.source = places.first_place
         self.agree(chosen, settings)
         self.begin(model, chosen, optimizer)
 

@@ -82,6 +82,9 @@ def test_what_the_page_asks_for(job: tuple[dist.Store, int], page: str) -> None:
     for path in ("x", "../web.py", "job.json/", "%2e%2e/web.py"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             _get(page + path)
+    other = urllib.request.Request(page + "job.json", headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(other, timeout=20)
     request = urllib.request.Request(page, data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError, match="501"):
         urllib.request.urlopen(request, timeout=20)

@@ -7,6 +7,7 @@ ranks have left in the job's store.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ from trigram.elastic.join_queue import JobWatch
 from trigram.observe.snapshots import PERIOD
 
 _PAGE = Path(__file__).with_name("page.html")
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -87,7 +89,11 @@ def server(watch: Watch, host: str, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/":
+            name = re.sub(r":\d+$", "", self.headers.get("Host", ""))
+            if host in _LOOPBACK and name not in _LOOPBACK:
+                # A page of somebody else's, whose name leads here.
+                self._answer(403, "text/plain", b"ask for localhost\n")
+            elif self.path == "/":
                 self._answer(200, "text/html; charset=utf-8", _PAGE.read_bytes())
             elif self.path == "/job.json":
                 self._answer(200, "application/json", watch.text)

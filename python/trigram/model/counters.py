@@ -21,11 +21,11 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         For the process or a group: ``calls`` (collectives that ended without error), ``direct_bytes`` (bytes
         read or written in peers' memory), ``sent_bytes`` (payload bytes sent, by world rank),
         ``engine_seconds`` (processor time of the engine's thread; blocking calls run on the caller's thread
-        instead), ``rates`` (bytes per second of each rank's link, which set the shard sizes of large
-        all-reduces between hosts; empty until they are measured), ``waited_for`` (seconds that this rank's
-        callers waited for each world rank; the largest value shows the straggler) and ``silent_for`` (seconds
-        without a heartbeat of each world rank, if they are more than 1.5, otherwise 0.0: the rank is stopped,
-        frozen or cut off, and is lost after ``TRIGRAM_SILENCE`` seconds).
+        instead), ``rates`` (the most bytes per second that each rank's link carried of late; the last ones set
+        the shard sizes of large all-reduces between hosts; empty until they are measured), ``waited_for``
+        (seconds that this rank's callers waited for each world rank; the largest value shows the straggler)
+        and ``silent_for`` (seconds without a heartbeat of each world rank, if they are more than 1.5,
+        otherwise 0.0: the rank is stopped, frozen or cut off, and is lost after ``TRIGRAM_SILENCE`` seconds).
         For a model also ``algorithm``, ``world_size``, ``ranks`` (world ranks that train it now), ``steps``,
         ``bytes`` and ``bytes_per_step`` (what a rank has to send, by the formulas of docs/algorithms.md) and
         ``wait_seconds``. If gradients are averaged: ``overlap`` (fraction of the communication time hidden

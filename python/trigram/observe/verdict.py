@@ -24,7 +24,8 @@ _EXPOSED = 0.1
 """Of a step: from here on, waiting is worth a word."""
 _SLOW_LINK = 2 / 3
 """A link is slow if it carries less than this part of the median: of four links, one of a quarter of the rate
-was seen at a half, because the others carry no more than it takes; on a busy machine equal ones at 0.75."""
+was seen at a half, because the others carry no more than it takes, even at their best of six declarations
+(`REMEMBERED` in agreed_rates.rs); on a busy machine equal ones at 0.75."""
 _CHANCE = 0.25
 """Of the time that is waited for the longest rank of each step, one rank is to blame for all but this part at
 most, and of several each for as much less. One of ranks that are late by turns has 0.26 to 0.71 of it."""

@@ -10,7 +10,7 @@
 //! shares are equal until the next declaration. A failure carries the number of its call, so all ranks void the same
 //! declarations.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use trigram_core::planner::Links;
@@ -22,6 +22,10 @@ pub const EPOCH: u64 = 6;
 /// Rates are steady once this many declarations have not changed them: what was measured in the epoch of a change is
 /// in use two epochs later.
 const HELD: u32 = 2;
+
+/// Declarations that [`AgreedRates::measured`] goes by. Calls follow the last one, to answer a change at once. But fast
+/// links that wait for a slow one carry little more than that one, and show what they can only now and then.
+const REMEMBERED: usize = 6;
 
 /// See [`AgreedRates::declare`].
 const FADES: f64 = 0.9;
@@ -44,6 +48,8 @@ pub struct AgreedRates {
     at: Option<Instant>,
     failed: Option<u64>,
     rates: Vec<f64>,
+    /// The last [`REMEMBERED`] rates that were declared.
+    recent: VecDeque<Vec<f64>>,
     /// With helpers, the second epoch loads the helpers alone, and the epochs around it the workers, so that each
     /// link is busy once and shows what it carries. These are not measured rates; they only produce those shares.
     trial: Vec<f64>,
@@ -112,12 +118,18 @@ impl AgreedRates {
             self.trial = trial;
             return Some(self.has_changed());
         };
+        let before = self.measured();
         let rates = if self.failed.is_some_and(|f| f / EPOCH >= call / EPOCH) {
             self.held = 0;
+            self.recent.clear();
             Vec::new()
         } else {
             let declared = self.declared.get(&call)?;
             let rates = ranks.iter().map(|r| declared.get(r).copied()).collect::<Option<Vec<_>>>()?;
+            if let Some(known) = rates.iter().copied().collect() {
+                self.recent.truncate(REMEMBERED - 1);
+                self.recent.push_front(known);
+            }
             balance::agree(&self.rates, &rates)
         };
         // Only now: a call that had to wait asks again.
@@ -128,7 +140,7 @@ impl AgreedRates {
         let holds = !changed || balance::are_better(&rates, &self.rates);
         self.held = if holds { self.held.saturating_add(1) } else { 0 };
         self.rates = rates;
-        Some(self.has_changed())
+        Some(self.has_changed() | (before != self.measured()))
     }
 
     /// Whether calls use other rates than when this was last asked.
@@ -147,9 +159,11 @@ impl AgreedRates {
         self.version
     }
 
-    /// What each link has been measured to carry; empty while nobody knows.
-    pub fn measured(&self) -> &[f64] {
-        &self.rates
+    /// The most that each link has been measured to carry of late; empty while nobody knows.
+    pub fn measured(&self) -> Vec<f64> {
+        let most = |a: Vec<f64>, b: &Vec<f64>| a.iter().zip(b).map(|(a, b)| a.max(*b)).collect();
+        let mut recent = self.recent.iter();
+        recent.next().map_or_else(Vec::new, |last| recent.fold(last.clone(), most))
     }
 
     /// What is known of the links. Empty if rates are unknown or void: some ranks may have skipped a failed call, and
@@ -206,6 +220,24 @@ mod tests {
         assert!(b.links().rates.is_empty());
         assert_eq!(declare(&mut b, 2 * EPOCH, [1.0, 2.0, 3.0]), Some(true));
         assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn what_a_link_carried_of_late_is_known_after_it_waited_for_a_slower_one() {
+        let mut b = AgreedRates::default();
+        for (epoch, fast) in (0..).zip([9.0, 3.0, 4.0, 3.0]) {
+            declare(&mut b, epoch * EPOCH, [fast, 12.0 - fast, 2.0]);
+        }
+        assert_eq!((b.measured(), b.links().rates.to_vec()), (vec![9.0, 9.0, 2.0], vec![4.0, 8.0, 2.0]));
+        for epoch in 4..4 + REMEMBERED as u64 {
+            declare(&mut b, epoch * EPOCH, [3.0, 4.0, 2.0]);
+        }
+        assert_eq!(b.measured(), [3.0, 9.0, 2.0]);
+        declare(&mut b, (4 + REMEMBERED as u64) * EPOCH, [3.0, 4.0, 2.0]);
+        assert_eq!(b.measured(), [3.0, 4.0, 2.0]);
+        b.void((4 + REMEMBERED as u64) * EPOCH);
+        declare(&mut b, (5 + REMEMBERED as u64) * EPOCH, [3.0, 4.0, 2.0]);
+        assert!(b.measured().is_empty());
     }
 
     #[test]

@@ -262,7 +262,7 @@ impl Scheduling<'_> {
             return false;
         };
         if changed {
-            members.set_rates(rates.measured());
+            members.set_rates(&rates.measured());
         }
         true
     }

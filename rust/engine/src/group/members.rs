@@ -114,7 +114,8 @@ impl Members {
         })
     }
 
-    /// What each member's link carries, in bytes per second, as all ranks agreed; empty while nobody knows.
+    /// The most that each member's link has carried of late, in bytes per second, as all ranks agreed; empty while
+    /// nobody knows.
     pub fn rates(&self) -> Vec<f64> {
         self.rates.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -21,7 +21,7 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         For the process or a group: ``calls`` (collectives that ended without error), ``direct_bytes`` (bytes
         read or written in peers' memory), ``sent_bytes`` (payload bytes sent, by world rank),
         ``engine_seconds`` (processor time of the engine's thread; blocking calls run on the caller's thread
-        instead), ``rates`` (the most bytes per second that each rank's link carried of late; the last ones set
+        instead), ``rates`` (the most bytes per second that each rank's link carried of late; the last set
         the shard sizes of large all-reduces between hosts; empty until they are measured), ``waited_for``
         (seconds that this rank's callers waited for each world rank; the largest value shows the straggler)
         and ``silent_for`` (seconds without a heartbeat of each world rank, if they are more than 1.5,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import os
+import resource
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 LIMIT = 600  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
 
+_computed: Counter[str] = Counter()
+"""Seconds of processor time."""
 _launched: dict[tuple[Any, ...], dict[str, str | None]] = {}
 
 
@@ -38,6 +41,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker of pytest-xdist tells what it has launched."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["launches"] = harness.launches
+        session.config.workeroutput["computed"] = dict(_computed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Counts what a test's module computes, and the programs that it starts; ranks are counted apart."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    before = [sum(resource.getrusage(one)[:2]) for one in who]
+    result = yield
+    module = item.nodeid.partition("::")[0]
+    for what, one, then in zip(("tests", "programs"), who, before, strict=True):
+        _computed[f"{what} of {module}"] += sum(resource.getrusage(one)[:2]) - then
+    return result
 
 
 class _Workers:
@@ -45,7 +61,9 @@ class _Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        harness.launches.extend(tuple(told) for told in getattr(node, "workeroutput", {}).get("launches", []))
+        told = getattr(node, "workeroutput", {})
+        harness.launches.extend(tuple(launch) for launch in told.get("launches", []))
+        _computed.update(told.get("computed", {}))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,6 +90,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         )
         for seconds, computed, name in heapq.nlargest(count, harness.launches):
             terminalreporter.write_line(f"  {seconds:6.1f} s  {computed:6.1f} s  {name}")
+        for what in ("tests", "programs"):
+            of = Counter({name: seconds for name, seconds in _computed.items() if name.startswith(what)})
+            terminalreporter.write_line(f"{what} computed {sum(of.values()):.0f} s")
+            for name, seconds in of.most_common(2 * count):
+                terminalreporter.write_line(f"  {seconds:6.1f} s  {name}")
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,9 +21,13 @@ import torch.distributed as dist
 
 from tests.support.checks import says
 from tests.support.harness import free_port, until
+from trigram.elastic import orders
 from trigram.elastic.join_queue import STATUS
+from trigram.elastic.orders import Period
 from trigram.observe.snapshots import KEY, Snapshot, seal
 from trigram.observe.steps import PHASES
+from trigram.runtime import seals
+from trigram.runtime.live_store import ReconnectingStore
 
 KEY_OF_JOB = b"between us"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -86,19 +91,63 @@ def test_what_the_page_asks_for(job: tuple[dist.Store, int], page: str) -> None:
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(other, timeout=20)
     request = urllib.request.Request(page, data=b"x", method="POST")
-    with pytest.raises(urllib.error.HTTPError, match="501"):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(request, timeout=20)
-
-    def members() -> Any:
-        told = {"epoch": 2, "ranks": [0, 1], "leader": 0, "goodput": 0.99, "heartbeat": time.time()}
-        job[0].set(STATUS, json.dumps(told))
-        return json.loads(_get(page + "job.json")[0])["elastic"]
-
-    elastic = until(members, 20, "the members")
+    elastic = until(lambda: _members(job[0], page), 20, "the members")
     assert elastic["members"] == [0, 1] and elastic["epoch"] == 2
     forged = Snapshot(1, 2, "node1", time.time() + 9, 9, "Net", 99, {}, 0.0)
     job[0].set(KEY.format(1), seal(forged, b"another secret"))
     until(lambda: "not sealed" in json.loads(_get(page + "job.json")[0])["problem"], 20, "the forgery")
+
+
+def _members(store: dist.Store, page: str) -> Any:
+    """The leader of an elastic job says something new; what the page knows of it."""
+    told = {"epoch": 2, "empty_regroups": 1, "ranks": [0, 1], "leader": 0, "heartbeat": time.time()}
+    store.set(STATUS, json.dumps(told))
+    return json.loads(_get(page + "job.json")[0])["elastic"]
+
+
+def _order(page: str, body: bytes, header: str = "drain", path: str = "drain", **headers: str) -> str:
+    """What the page answers to an order."""
+    request = urllib.request.Request(page + path, body, {"X-Trigram": header, **headers}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return f"{answer.status} {answer.read().decode()}"
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read().decode()}"
+
+
+def test_who_knows_the_secret_sends_ranks_away(job: tuple[dist.Store, int], page: str) -> None:
+    stop = threading.Event()
+
+    def leads() -> None:
+        while not stop.wait(0.1):
+            _members(job[0], page)
+
+    leader = threading.Thread(target=leads)
+    leader.start()
+    try:
+        assert json.loads(_get(page + "job.json")[0])["orders"] is True
+        given = {"rank": 1, "secret": KEY_OF_JOB.decode()}
+        right = json.dumps(given).encode()
+        for wrong in (b"", b"[]", b"[" * 3000, b"\xff", json.dumps({"rank": 1}).encode(), b"x" * 5000):
+            assert "this is no order" in _order(page, wrong)
+        says(_order(page, json.dumps(given | {"secret": "guessed"}).encode()), "403", "not the job's TRIGRAM")
+        says(_order(page, json.dumps(given | {"rank": 7}).encode()), "403", "rank(s) 7 are no members")
+        for header, path in (("", "drain"), ("drain", "drain/"), ("drain", "job.json")):
+            assert _order(page, right, header, path).startswith("404")
+        assert _order(page, right, Host="evil.example").startswith("403")
+        period = Period(2, 1)
+        store = ReconnectingStore(job[0], None)
+        assert orders.found(store, period) == []
+        assert _order(page, right) == "200 it was asked to leave\n"
+        found = orders.found(store, period)
+        assert len(found) == 1
+        body = seals.opened("drain in 2.1", found[0].encode("latin-1"), KEY_OF_JOB)
+        assert body is not None and json.loads(body)["ranks"] == [1]
+    finally:
+        stop.set()
+        leader.join()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")

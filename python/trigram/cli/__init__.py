@@ -393,6 +393,22 @@ def status_command(
     raise typer.Exit(status.show(store, as_json))
 
 
+@app.command("drain")
+def drain_command(
+    ranks: Annotated[list[int], typer.Argument(metavar="RANK...", help="Members of the job.", min=0)],
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The job's store; else MASTER_ADDR and MASTER_PORT."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until they have left.", min=0)] = 60.0,
+) -> None:
+    """Ask ranks of an elastic job to leave it for good: each ends its step first, and the others go on."""
+    from trigram.cli import drain  # each command loads what it needs
+
+    raise typer.Exit(drain.send_away(store, ranks, timeout))
+
+
 @app.command("compare")
 def compare_command(
     first: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a job (TRIGRAM_REPORT).")],

@@ -52,6 +52,7 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
     """What is shown of a status; any process may write to the store, so that all may be missing or wrong."""
     return {
         "epoch": _number(found.get("epoch")),
+        "empty_regroups": _number(found.get("empty_regroups")),
         "leader": _number(found.get("leader"), -1),
         "transport": _word(found.get("transport")),
         "model": _word(found.get("model")),

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from trigram.cli.job_store import open_store
 from trigram.errors import AuthError
-from trigram.observe.snapshots import KEY, PER_RANK, PERIOD, Snapshot, secret, unseal
+from trigram.observe.snapshots import KEY, PER_RANK, PERIOD, Snapshot, unseal
 from trigram.observe.steps import FORWARD, INPUT, OPTIMIZER, PHASES, WAIT
+from trigram.runtime import seals
 from trigram.runtime.live_store import ReconnectingStore
 
 _STALE = 3
@@ -46,7 +47,7 @@ class Job:
     """What is known of a job: the newest snapshot of each rank, and when it was first seen here."""
 
     def __init__(self, store: ReconnectingStore) -> None:
-        self.store, self.key = store, secret()
+        self.store, self.key = store, seals.secret()
         self.ranks: dict[int, tuple[Snapshot, float]] = {}
         self.problem = ""
 

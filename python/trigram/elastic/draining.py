@@ -1,9 +1,10 @@
 """A rank of an elastic job that was asked to leave: it ends its step, hands over what only it has, and goes.
 
-:func:`drain` asks it, and so does SIGTERM, or a notice that a cloud will take the machine
-(``TRIGRAM_DRAIN``, see ``notices.py``). All members learn of it when they next agree on something: at the end
-of a step, or at an averaging step. Between steps they change the membership without this rank
-(``membership.py``), which then ends its process with status 0, or that of ``TRIGRAM_DRAIN_STATUS``.
+:func:`drain` asks it, and so do SIGTERM, a notice that a cloud will take the machine (``TRIGRAM_DRAIN``, see
+``notices.py``), and an order from outside (``orders.py``). All members learn of it when they next agree on
+something: at the end of a step, or at an averaging step. Between steps they change the membership without
+this rank (``membership.py``), which then ends its process with status 0, or that of
+``TRIGRAM_DRAIN_STATUS``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from trigram.elastic import notices
+from trigram.elastic import notices, orders
 from trigram.elastic.notices import Notice
 from trigram.errors import ConfigError, MisuseError
 from trigram.runtime import job, logs, world
@@ -25,20 +26,24 @@ _PATIENCE = 10.0
 """Seconds after which ranks that do not wait for each other should have let one go."""
 _STATUS = "TRIGRAM_DRAIN_STATUS"
 """The exit status of a rank that leaves: some supervisors start only processes again that have failed."""
+_FOR_GOOD = "TRIGRAM_LEFT_STATUS"
+"""That of one that ``trigram drain`` has sent away, which is not to be started again."""
 
 
 def check_settings() -> None:
     """Raises ``ConfigError`` if a setting of this file is wrong."""
     if where := os.environ.get(notices.VARIABLE):
         notices.check(where)
-    exit_status()
+    for by in ("", orders.BY):
+        exit_status(by)
 
 
-def exit_status() -> int:
-    """The status with which the process of a rank ends that leaves."""
-    text = os.environ.get(_STATUS, "0")
+def exit_status(by: str) -> int:
+    """The status with which the process of a rank ends that leaves, asked to by whom."""
+    variable = _FOR_GOOD if by == orders.BY else _STATUS
+    text = os.environ.get(variable, "0")
     if not (text.isascii() and text.isdigit() and int(text) < 256):
-        raise ConfigError(f"{_STATUS}={text!r} is invalid; set it to a number from 0 to 255")
+        raise ConfigError(f"{variable}={text!r} is invalid; set it to a number from 0 to 255")
     return int(text)
 
 

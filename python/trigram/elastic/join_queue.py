@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trigram import _core
+from trigram.elastic import orders
+from trigram.elastic.orders import Orders, Period
 from trigram.elastic.replicas import Replicas
 from trigram.runtime.live_store import ReconnectingStore
 
@@ -117,13 +119,21 @@ class JoinQueue:
             because a rank waits or is to leave; None: it has not asked. Only jobs whose ranks are not in step
             need it.
         is_asked: Whether this rank was asked to leave the job.
+        ask: Asks it to, and says by whom.
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
     def __init__(
-        self, store: ReconnectingStore, rank: int, is_asked: Callable[[], bool], replicas: Replicas
+        self,
+        store: ReconnectingStore,
+        rank: int,
+        is_asked: Callable[[], bool],
+        ask: Callable[[str], None],
+        replicas: Replicas,
     ) -> None:
-        self.store, self.rank, self.is_asked, self.replicas = store, rank, is_asked, replicas
+        self.store, self.rank, self.replicas = store, rank, replicas
+        self.is_asked, self.ask = is_asked, ask
+        self._orders = Orders(rank)
         self.status: dict[str, Any] = {}
         self.describe: Callable[[], dict[str, Any]] = dict
         self.pending: dict[int, dict[str, Any]] = {}
@@ -194,17 +204,25 @@ class JoinQueue:
             if not self.is_leader:
                 published = _parse(self.store.get(STATUS) or b"{}")
                 self.regroup_request = published.get("regroup_request")
+                self._follow(published.get("orders"), period)
                 continue
             self._scan()
+            given = orders.found(self.store, Period(*period))
+            self._follow(given, period)
             draining = self._draining(period)
             if self.pending or draining:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
             published = {**status, **self.describe(), "leader": self.rank, "heartbeat": heartbeat}
-            published |= {"joining": self.waiting, "draining": draining}
+            published |= {"joining": self.waiting, "draining": draining, "orders": given}
             published["regroup_request"] = self.regroup_request
             if status is self.status:  # else another epoch has begun meanwhile
                 self.store.put(STATUS, json.dumps(published))
+
+    def _follow(self, given: Any, period: tuple[int, int]) -> None:
+        """Asks this rank to leave if an order says so."""
+        if not self.is_asked() and self._orders.name_me(given, Period(*period)):
+            self.ask(orders.BY)
 
     def _tell_drain(self, period: tuple[int, int]) -> None:
         """Tells the leader that this rank was asked to leave; again after each change of the members."""

@@ -76,10 +76,11 @@ class Start:
         self.spare, self.replicas = spare, Replicas(replica_size)
         self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
         draining.check_settings()  # here, where all ranks are told
-        asked = job.here().part(draining.Draining).is_asked
-        self.queue = None if store is None else JoinQueue(connect_again(store), rank, asked, self.replicas)
-        if self.queue is None:
+        self.queue = None
+        if store is None:
             return
+        mine = job.here().part(draining.Draining)
+        self.queue = JoinQueue(connect_again(store), rank, mine.is_asked, mine.ask, self.replicas)
         self.queue.hosted_store = store
         self.watch = JobWatch(self.queue.store)
         self.checked = 0.0

@@ -678,7 +678,7 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")
     here.leave()
     here.let_go = True
-    raise SystemExit(draining.exit_status())
+    raise SystemExit(draining.exit_status(asked))
 
 
 def public_recover() -> Group:

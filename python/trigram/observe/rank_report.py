@@ -8,7 +8,6 @@ figures in the job's store too, sealed as the snapshots of ``trigram top`` are. 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import socket
@@ -19,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe import figures, report, snapshots, steps
-from trigram.runtime import exit_status, job, logs, world
+from trigram.observe import figures, report, steps
+from trigram.runtime import exit_status, job, logs, seals, world
 from trigram.runtime.job import Part
 from trigram.runtime.live_store import ReconnectingStore, connect_again
 
 VARIABLE = world.REPORT
 KEY = "report/{}/{}"
 """Of the figures in the store: the job, and the rank."""
-_KIND = b"report"
 _LONGEST = 1 << 20
 _PATIENCE = 5.0
 """Seconds that rank 0 waits for the figures of the other ranks when it has left."""
@@ -41,14 +39,14 @@ def _folder() -> Path | None:
 def sealed(row: figures.Rank, key: bytes | None) -> bytes:
     """A rank's figures as they are stored: a seal, and JSON."""
     body = figures.line(row).encode()
-    return snapshots.mac(key, row.rank, body, _KIND) + body
+    return seals.sealed(f"figures {row.rank}", body, key)
 
 
 def unsealed(value: bytes, rank: int, key: bytes | None) -> figures.Rank | None:
     """The figures of a rank that a store holds; None if they are something else, or sealed otherwise: any
     process may write to a store."""
-    mine, body = value[: snapshots.SEAL], value[snapshots.SEAL :]
-    if len(value) > _LONGEST or not hmac.compare_digest(mine, snapshots.mac(key, rank, body, _KIND)):
+    body = seals.opened(f"figures {rank}", value[: _LONGEST + 1], key)
+    if body is None or len(value) > _LONGEST:
         return None
     try:
         row = figures.parsed(json.loads(body))
@@ -155,7 +153,7 @@ class _Report(Part):
             store = connect_again(present.store)
         if present.rank:
             if store is not None:
-                store.put(KEY.format(present.name, present.rank), sealed(row, snapshots.secret()))
+                store.put(KEY.format(present.name, present.rank), sealed(row, seals.secret()))
             return
         if not exit_status.has_failed():
             near = {r for r in range(present.size) if hosts[r] == hosts[0]}
@@ -174,7 +172,7 @@ def _print(awaited: _Awaited) -> None:
     deadline = time.monotonic() + _PATIENCE
     try:
         while True:
-            awaited.fetch(snapshots.secret(), deadline)
+            awaited.fetch(seals.secret(), deadline)
             rows = figures.read(awaited.folder, awaited.mine)
             here = {row.rank for row in rows}
             # Without a store others may still share the disk: their files are there, or are not awaited.

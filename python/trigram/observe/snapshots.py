@@ -1,16 +1,12 @@
 """``TRIGRAM_TOP=1``: each rank leaves a small snapshot of itself in the job's store, for ``trigram top``.
 
 A thread writes it every two seconds (less often in jobs of more than 200 ranks), so that nothing is sent
-between ranks and no port is opened. A snapshot is sealed with the job's secret as endpoint records are
-(docs/adr/0018): an HMAC over the rank and the text. Without a secret nobody can tell who wrote it.
+between ranks and no port is opened. A snapshot is sealed with the job's secret (runtime/seals.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import os
 import socket
 import threading
 import time
@@ -21,7 +17,7 @@ from typing import Any
 
 from trigram.errors import AuthError
 from trigram.observe import steps
-from trigram.runtime import job, logs, world
+from trigram.runtime import job, logs, seals, world
 from trigram.runtime.job import Part
 from trigram.runtime.live_store import ReconnectingStore, connect_again
 
@@ -31,8 +27,6 @@ PER_RANK = 0.01
 store."""
 KEY = "top/{}"
 """Of a rank's snapshot in the store."""
-SEAL = 64
-"""Bytes of a seal."""
 _LONGEST = 4096
 _TEXT = 64
 _SILENT = 8
@@ -72,23 +66,10 @@ class Snapshot:
     left: bool = False
 
 
-def mac(secret: bytes | None, rank: int, body: bytes, kind: bytes = b"snapshot") -> bytes:
-    """The seal of a text of this kind that a rank leaves in the store."""
-    if secret is None:
-        return b"0" * SEAL
-    return hmac.new(secret, b"trigram %s %d " % (kind, rank) + body, hashlib.sha256).hexdigest().encode()
-
-
-def secret() -> bytes | None:
-    """The job's secret, ``TRIGRAM_SECRET``."""
-    found = os.environb.get(b"TRIGRAM_SECRET")
-    return found or None
-
-
 def seal(snapshot: Snapshot, key: bytes | None) -> bytes:
     """A snapshot as it is stored: its seal, and JSON."""
     body = json.dumps(asdict(snapshot), separators=(",", ":")).encode()
-    return mac(key, snapshot.rank, body) + body
+    return seals.sealed(f"snapshot {snapshot.rank}", body, key)
 
 
 def unseal(value: bytes, rank: int, key: bytes | None) -> Snapshot:
@@ -98,10 +79,10 @@ def unseal(value: bytes, rank: int, key: bytes | None) -> Snapshot:
         AuthError: It is not sealed with this secret.
         ValueError: It is no snapshot of this rank.
     """
-    if len(value) > _LONGEST or len(value) < SEAL:
+    if len(value) > _LONGEST or len(value) < seals.SEAL:
         raise ValueError(f"{len(value)} bytes are no snapshot")
-    mine, body = value[:SEAL], value[SEAL:]
-    if not hmac.compare_digest(mine, mac(key, rank, body)):
+    body = seals.opened(f"snapshot {rank}", value, key)
+    if body is None:
         raise AuthError(
             f"the snapshot of rank {rank} is not sealed with this TRIGRAM_SECRET; give top that of the "
             "job, or none if the job has none"
@@ -180,7 +161,7 @@ class Publisher:
             return
         try:
             taken = self.take(present, left)
-            self.store.put(KEY.format(taken.rank), seal(taken, secret()))
+            self.store.put(KEY.format(taken.rank), seal(taken, seals.secret()))
             self.failing = False
         except Exception as error:  # nothing here may end a training; the next snapshot may come off
             if not self.failing:

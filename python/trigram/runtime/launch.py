@@ -32,6 +32,8 @@ END_SECONDS = 10.0
 # A rank that was started again has this long after the others, which may have finished before it joined.
 LATE_SECONDS = 20.0
 TIMED_OUT = 124
+_LEFT = 79
+"""What a rank of an elastic job returns that `trigram drain` has sent away: it is not started again."""
 
 
 class Outcome(NamedTuple):
@@ -128,7 +130,8 @@ def launch(
     """
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     # A rank that was asked to leave and did, with status 0, would count as one that has finished.
-    leaves = {"TRIGRAM_DRAIN_STATUS": str(128 + signal.SIGTERM)} if restarts else {}
+    statuses = {"TRIGRAM_DRAIN_STATUS": str(128 + signal.SIGTERM), "TRIGRAM_LEFT_STATUS": str(_LEFT)}
+    leaves = statuses if restarts else {}
     base = threads | leaves | job_environment(ranks, part) | dict(environment or {})
     first = 0 if part is None else part.first
     with ExitStack() as stack:
@@ -261,17 +264,20 @@ def _watch(
     deadline = None if timeout is None else time.monotonic() + timeout
     first: int | None = None
     again: set[int] = set()
+    well = {0, _LEFT} if restarts else {0}  # the others have failed
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
-            if code and restarts and 0 not in codes:
+            if code is None or code in well:
+                continue
+            if restarts and 0 not in codes:
                 restarts -= 1
                 sys.stderr.write(
                     f"trigram: rank {rank} {_how(code)}; starting it again ({restarts} restarts left)\n"
                 )
                 processes[rank], codes[rank] = start(rank), None
                 again.add(rank)
-            elif code and first is None:
+            elif first is None:
                 first = rank
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
         if None not in codes or (first is not None and not (again and 0 in codes)):
@@ -290,7 +296,7 @@ def _watch(
     if first is None:
         return 0, []
     _wait(processes, GRACE_SECONDS)
-    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    failed = [rank for rank, process in enumerate(processes) if process.poll() not in {None, *well}]
     code = processes[first].returncode
     # The return code of a process that a signal ended is negative; shells use 128 + signal.
     return code if code > 0 else 128 - code, failed

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -158,6 +159,83 @@ def test_lines_of_two_ranks_do_not_mix(
     assert code == 0 and said.out.count("and no newline") == 2
     lines = [*said.out.replace("and no newline", "").splitlines(), *said.err.splitlines()]
     assert sorted(lines) == sorted(f"rank {rank} says {i}" for rank in range(2) for i in range(3000))
+
+
+RAISES = """
+import atexit
+rank = os.environ["RANK"]
+if rank == "1":
+    atexit.register(time.sleep, 1.0)
+    try:
+        [][1]
+    except IndexError as error:
+        raise RuntimeError("planned") from error
+time.sleep(0.4)
+raise ValueError(f"rank 1 is gone, says {rank}")
+"""
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_what_the_first_to_fail_says_comes_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], prefix: bool
+) -> None:
+    """Although its process ends after those of the others, which fail because of it."""
+    code = launch.launch(3, _script(tmp_path, RAISES), show="all", prefix=prefix, tee=tmp_path).code
+    said = capfd.readouterr().err
+    reports, last = said.split("trigram: rank 1 failed first. The end of what it wrote:\n")
+    assert code == 1 and all(
+        f"trigram: rank {rank} failed with exit code 1\n" in reports for rank in range(3)
+    )
+    assert last.startswith("Traceback") and last.endswith("RuntimeError: planned\n")
+    says(last, "IndexError: list index out of range", "The above exception was the direct cause")
+    assert "is gone" not in last and reports.count("is gone, says") == 2 * 2  # the line, and its value
+    for rank in (0, 2):
+        text = (tmp_path / f"rank{rank}.log").read_text()
+        assert text.startswith("Traceback") and f"is gone, says {rank}" in text
+
+
+def test_a_rank_that_is_killed_and_one_that_fails_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "rank = os.environ['RANK']\nfor i in range(50): print(rank, 'says', i, flush=True)\n"
+    launch.launch(2, _script(tmp_path, script + "if rank == '0': os.abort()\nsys.exit('lost')"), show="all")
+    said = capfd.readouterr().err
+    if "rank 1 failed with" in said:
+        last = said.split("trigram: rank 0 failed first. The end of what it wrote:\n")[1]
+        assert last.splitlines()[-20:] == [f"0 says {i}" for i in range(30, 50)]
+    # Nothing was written since: it is not said twice.
+    code = launch.launch(2, _script(tmp_path, "if os.environ['RANK'] == '0': 1 / 0"), show="all").code
+    said = capfd.readouterr().err
+    assert code == 1 and said.count("ZeroDivisionError") == 1
+
+
+TERMINAL = """
+for i in range(400):
+    (sys.stdout if i % 2 else sys.stderr).write(f"{os.environ['RANK']} {i}\\n")
+size = os.get_terminal_size(2)
+print(sys.stdout.isatty(), sys.stderr.isatty(), size.columns, size.lines)
+"""
+
+
+def test_on_a_terminal_ranks_have_terminals(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "trigram", "run", "-n", "2", _script(tmp_path, TERMINAL)[1]]
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (33, 77))
+    with subprocess.Popen(argv, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as job:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                chunk = os.read(ours, 1 << 16)
+            except OSError:
+                break
+            said += chunk
+        assert job.wait(60) == 0
+    os.close(ours)
+    lines = said.decode().split("\r\n")  # which the terminal makes of a newline
+    assert "\r" not in "".join(lines) and lines.count("True True 77 33") == 2
+    for rank in range(2):  # in order, whichever stream
+        assert [line for line in lines if line.startswith(f"{rank} ")] == [f"{rank} {i}" for i in range(400)]
 
 
 DIES = """

@@ -88,6 +88,9 @@ def run_command(
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Begin each line of a rank with its number.")
     ] = False,
+    tee: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write what each rank says to DIR/rank0.log too.")
+    ] = None,
     hosts: Annotated[
         str | None, typer.Option(help="Run on these hosts too, over ssh: a,b,c; -n ranks on each.")
     ] = None,
@@ -125,15 +128,17 @@ def run_command(
     if hosts is not None:
         if restarts:
             raise typer.BadParameter("--restarts is for ranks of this machine; give --hosts without it")
-        words = ["--prefix", *script]
+        words = ["--prefix", *([f"--tee={tee}"] if tee else []), *script]
         named, python = remote.hosts(hosts), there or sys.executable
         if not named:
             raise typer.BadParameter("--hosts needs a host or more, with commas in between")
         code = remote.launch(named, ranks, words, ssh=ssh, python=python, port=port, more=env or [])
         raise typer.Exit(code)
     of = None if part is None else launch.Part.parse(part)
+    if tee is not None:
+        tee.mkdir(parents=True, exist_ok=True)
     done = launch.launch(
-        ranks, [sys.executable, *script], show="all", restarts=restarts, prefix=prefix, part=of
+        ranks, [sys.executable, *script], show="all", restarts=restarts, prefix=prefix, tee=tee, part=of
     )
     raise typer.Exit(done.code)
 

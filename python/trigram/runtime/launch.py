@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO, Literal, NamedTuple
 
@@ -109,6 +110,7 @@ def launch(
     timeout: float | None = None,
     restarts: int = 0,
     prefix: bool = False,
+    tee: Path | None = None,
     part: Part | None = None,
 ) -> Outcome:
     """Runs a command as `ranks` processes and waits for them.
@@ -123,6 +125,7 @@ def launch(
         restarts: How often ranks of an elastic job that fail are started again, all ranks together. When one
             fails once more, the others are ended. Ranks are not started again once a rank has finished.
         prefix: Each line that ranks write begins with the rank's number.
+        tee: A folder that also gets what each rank writes, as ``rank3.log``; None: none does.
         part: These are ranks of a job on several hosts; None: they are the job.
 
     Returns:
@@ -138,7 +141,7 @@ def launch(
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
         exit_on_signals(stack)
-        output = RankOutput(prefix)
+        output = RankOutput(prefix, tee)
         stack.callback(output.drain)
         stack.callback(end, processes)
 
@@ -147,7 +150,7 @@ def launch(
                 return start_rank(
                     rank, command, base, stdout=subprocess.DEVNULL, stderr=error_files[rank], first=first
                 )
-            if not prefix and (ranks == 1 or show == "first"):
+            if not prefix and tee is None and (ranks == 1 or show == "first"):
                 return start_rank(rank, command, base, stdout=None, stderr=None, first=first)
             with output.pipes(first + rank) as (stdout, stderr):
                 return start_rank(rank, command, base, stdout=stdout, stderr=stderr, first=first)
@@ -166,6 +169,11 @@ def launch(
         reports = "".join(
             _report(first + rank, processes[rank].returncode, error_files[rank]) for rank in failed
         )
+        if failed and show == "all" and ranks > 1:
+            origin = failed[-1]
+            if processes[origin].returncode > 0:  # another may have raised before, and taken longer to end
+                origin = min(failed, key=lambda rank: (output.raised_at(first + rank), rank != failed[-1]))
+            reports += _why(output, first + origin, len(failed) > 1)
         if reports and show != "none":
             sys.stderr.write(reports)
             if not restarts and ranks > 1 and any(codes[rank] == -signal.SIGKILL for rank in failed):
@@ -253,13 +261,16 @@ def _watch(
     start: Callable[[int], subprocess.Popen[bytes]],
     restarts: int,
 ) -> tuple[int, list[int]]:
-    """Waits until all have ended or one has failed for good; returns the exit code and the ranks that failed.
+    """Waits until all have ended or one has failed for good.
 
     Args:
         processes: The processes by rank; one that is started again replaces the one before.
         timeout: See `launch`.
         start: Starts a rank.
         restarts: See `launch`.
+
+    Returns:
+        The exit code and the ranks that failed, of which the first to do so is last.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     first: int | None = None
@@ -296,7 +307,8 @@ def _watch(
     if first is None:
         return 0, []
     _wait(processes, GRACE_SECONDS)
-    failed = [rank for rank, process in enumerate(processes) if process.poll() not in {None, *well}]
+    others = [r for r, process in enumerate(processes) if r != first and process.poll() not in {None, *well}]
+    failed = [*others, first]
     code = processes[first].returncode
     # The return code of a process that a signal ended is negative; shells use 128 + signal.
     return code if code > 0 else 128 - code, failed
@@ -315,6 +327,15 @@ def _report(rank: int, code: int, errors: IO[bytes] | None) -> str:
         errors.seek(0)
         text = errors.read().decode(errors="replace").strip()
     return f"trigram: rank {rank} {_how(code)}\n" + (f"{text}\n" if text else "")
+
+
+def _why(output: RankOutput, rank: int, others: bool) -> str:
+    """What the rank wrote that has failed first, if something was written since: the others have failed
+    because of it, and say so."""
+    end = output.end_of(rank)
+    if not end or (not others and output.last == rank):
+        return ""
+    return f"trigram: rank {rank} failed first. The end of what it wrote:\n{end}\n"
 
 
 def _how(code: int) -> str:

@@ -209,6 +209,46 @@ def test_a_rank_that_is_killed_and_one_that_fails_alone(
     assert code == 1 and said.count("ZeroDivisionError") == 1
 
 
+@pytest.mark.parametrize("least, code", [(1, 0), (2, 0), (3, 3), (None, 3)])
+def test_the_others_go_on_with_enough_of_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], least: int | None, code: int
+) -> None:
+    script = "if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(4)\npathlib.Path('done').touch()"
+    command = _script(tmp_path, f"os.chdir({str(tmp_path)!r})\n{script}")
+    done = launch.launch(3, command, show="all", least=least)
+    said = capfd.readouterr().err
+    assert done.code == code and (tmp_path / "done").exists() == (code == 0)
+    assert ("rank 1 failed with exit code 3; the job goes on with 2" in said) == (code == 0)
+
+
+LOSES = """
+import signal, torch, trigram
+trigram.init(elastic=True)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+model = trigram.with_bagua(net, optimizer=optimizer, elastic=True)
+counted = 0
+while counted < 5:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    steps, counted = trigram.stats(model)["steps"], counted + (trigram.world_size() == 2)
+    if steps == 5 and trigram.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if steps >= 9 and trigram.world_size() == 3 and trigram.rank() == 2:
+        trigram.drain()
+print("ends", flush=True)
+"""
+
+
+def test_a_killed_rank_and_one_that_leaves_are_missed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = launch.launch(4, _script(tmp_path, LOSES), show="all", least=2, timeout=100).code
+    said = capfd.readouterr()
+    assert code == 0 and said.out.count("ends") == 2, said.err
+    assert said.err.count("the job goes on with") == 1, said.err
+
+
 TERMINAL = """
 for i in range(400):
     (sys.stdout if i % 2 else sys.stderr).write(f"{os.environ['RANK']} {i}\\n")

@@ -85,6 +85,10 @@ def run_command(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often ranks of an elastic job that fail are started again.")
     ] = 0,
+    least: Annotated[
+        int | None,
+        typer.Option("--min", min=1, help="With so many ranks left, an elastic job goes on."),
+    ] = None,
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Begin each line of a rank with its number.")
     ] = False,
@@ -113,7 +117,8 @@ def run_command(
 
     trigram run -n 4 train.py ARGS, or trigram run --hosts a,b -n 4 train.py ARGS
 
-    If a rank fails, the others are ended, unless it is started again (--restarts, for elastic jobs).
+    If a rank fails, the others are ended. In an elastic job it may be started again (--restarts), or
+    the others may go on (--min).
     On SIGTERM or Ctrl-C the ranks have ten seconds to end; a second signal ends them at once.
     """
     from trigram.cli import remote  # each command loads what it needs
@@ -126,19 +131,30 @@ def run_command(
     launch.refuse_inside_job()
     script = [*(["-m"] if module else []), *command]
     if hosts is not None:
-        if restarts:
-            raise typer.BadParameter("--restarts is for ranks of this machine; give --hosts without it")
+        if restarts or least is not None:
+            raise typer.BadParameter(
+                "--restarts and --min are for ranks of this machine; give --hosts without them"
+            )
         words = ["--prefix", *([f"--tee={tee}"] if tee else []), *script]
         named, python = remote.hosts(hosts), there or sys.executable
         if not named:
             raise typer.BadParameter("--hosts needs a host or more, with commas in between")
         code = remote.launch(named, ranks, words, ssh=ssh, python=python, port=port, more=env or [])
         raise typer.Exit(code)
+    if least is not None and least > ranks:
+        raise typer.BadParameter(f"--min {least} is more than the {ranks} ranks that are started (-n)")
     of = None if part is None else launch.Part.parse(part)
     if tee is not None:
         tee.mkdir(parents=True, exist_ok=True)
     done = launch.launch(
-        ranks, [sys.executable, *script], show="all", restarts=restarts, prefix=prefix, tee=tee, part=of
+        ranks,
+        [sys.executable, *script],
+        show="all",
+        restarts=restarts,
+        least=least,
+        prefix=prefix,
+        tee=tee,
+        part=of,
     )
     raise typer.Exit(done.code)
 

@@ -109,6 +109,7 @@ def launch(
     show: Literal["none", "first", "all"] = "first",
     timeout: float | None = None,
     restarts: int = 0,
+    least: int | None = None,
     prefix: bool = False,
     tee: Path | None = None,
     part: Part | None = None,
@@ -124,6 +125,8 @@ def launch(
         timeout: Seconds after which all ranks are ended and the exit code is 124; None: no limit.
         restarts: How often ranks of an elastic job that fail are started again, all ranks together. When one
             fails once more, the others are ended. Ranks are not started again once a rank has finished.
+        least: With so many ranks left, an elastic job goes on without those that have failed for good; None:
+            the others are ended when one has.
         prefix: Each line that ranks write begins with the rank's number.
         tee: A folder that also gets what each rank writes, as ``rank3.log``; None: none does.
         part: These are ranks of a job on several hosts; None: they are the job.
@@ -132,9 +135,11 @@ def launch(
         The exit code and the failed ranks' error output.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
-    # A rank that was asked to leave and did, with status 0, would count as one that has finished.
-    statuses = {"TRIGRAM_DRAIN_STATUS": str(128 + signal.SIGTERM), "TRIGRAM_LEFT_STATUS": str(_LEFT)}
-    leaves = statuses if restarts else {}
+    leaves = {}
+    if restarts or least is not None:
+        # A rank that was asked to leave and did, with status 0, would count as one that has finished.
+        asked = 128 + signal.SIGTERM if restarts else _LEFT
+        leaves = {"TRIGRAM_DRAIN_STATUS": str(asked), "TRIGRAM_LEFT_STATUS": str(_LEFT)}
     base = threads | leaves | job_environment(ranks, part) | dict(environment or {})
     first = 0 if part is None else part.first
     with ExitStack() as stack:
@@ -160,7 +165,7 @@ def launch(
             error_files.append(None if shown else stack.enter_context(tempfile.TemporaryFile()))
             processes.append(start(rank))
         try:
-            code, failed = _watch(processes, timeout, start, restarts)
+            code, failed = _watch(processes, timeout, start, restarts, least)
         except KeyboardInterrupt:
             end(processes, interrupted=True)
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
@@ -176,9 +181,11 @@ def launch(
             reports += _why(output, first + origin, len(failed) > 1)
         if reports and show != "none":
             sys.stderr.write(reports)
-            if not restarts and ranks > 1 and any(codes[rank] == -signal.SIGKILL for rank in failed):
+            ends = not restarts and least is None and ranks > 1
+            if ends and any(codes[rank] == -signal.SIGKILL for rank in failed):
                 sys.stderr.write(
-                    "trigram: the other ranks were ended; an elastic job goes on if started with --restarts\n"
+                    "trigram: the other ranks were ended; an elastic job goes on if started with --restarts, "
+                    "which starts ranks again, or with --min\n"
                 )
         return Outcome(code, reports, codes, timed_out=code == TIMED_OUT and not failed)
 
@@ -260,6 +267,7 @@ def _watch(
     timeout: float | None,
     start: Callable[[int], subprocess.Popen[bytes]],
     restarts: int,
+    least: int | None,
 ) -> tuple[int, list[int]]:
     """Waits until all have ended or one has failed for good.
 
@@ -268,6 +276,7 @@ def _watch(
         timeout: See `launch`.
         start: Starts a rank.
         restarts: See `launch`.
+        least: See `launch`.
 
     Returns:
         The exit code and the ranks that failed, of which the first to do so is last.
@@ -275,11 +284,12 @@ def _watch(
     deadline = None if timeout is None else time.monotonic() + timeout
     first: int | None = None
     again: set[int] = set()
-    well = {0, _LEFT} if restarts else {0}  # the others have failed
+    lost: set[int] = set()  # without them the job goes on
+    well = {0, _LEFT} if restarts or least is not None else {0}  # the others have failed
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
-            if code is None or code in well:
+            if code is None or code in well or rank in lost:
                 continue
             if restarts and 0 not in codes:
                 restarts -= 1
@@ -289,7 +299,12 @@ def _watch(
                 processes[rank], codes[rank] = start(rank), None
                 again.add(rank)
             elif first is None:
-                first = rank
+                left = codes.count(None) + codes.count(0)
+                if least is None or left < least:
+                    first = rank
+                    continue
+                lost.add(rank)
+                sys.stderr.write(f"trigram: rank {rank} {_how(code)}; the job goes on with {left}\n")
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
         if None not in codes or (first is not None and not (again and 0 in codes)):
             break

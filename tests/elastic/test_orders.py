@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from typer.testing import CliRunner
 import trigram
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import loss_of, model, optimizer, reference, weights
-from tests.support.harness import Ranks, free_port, say, scratch
+from tests.support.harness import Ranks, free_port, say, scratch, until
 from trigram.cli import app, drain
 from trigram.elastic import orders
+from trigram.elastic.join_queue import STATUS
 from trigram.elastic.orders import Orders, Period
+from trigram.elastic.replicas import Replicas
 from trigram.runtime import seals
 from trigram.runtime.live_store import ReconnectingStore
 from trigram.runtime.rendezvous import reopen
@@ -30,6 +34,7 @@ from trigram.runtime.rendezvous import reopen
 pytestmark = pytest.mark.waits
 
 SECRET = "between us"
+ALONE = Replicas(1).touched
 
 
 def _trains(rank: int, world: int, algorithm: str = "gradient_allreduce", size: int = 1) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def test_ranks_that_are_named_leave_and_the_others_go_on(
     assert history[-1] == ((0, 2) if secret else (2,)) and {(0, 1, 2, 3), (0, 2)} <= set(history)
     close(results[2]["weights"], reference(history), 1e-9)
     if secret:
-        says(logs[1], "does not follow an order in the job's store: it is not sealed with this job's")
+        says(logs[0], "does not follow an order in the job's store: it is not sealed with this job's")
     says(logs[3], "trigram drain: this rank leaves the job when its step is over")
 
 
@@ -184,14 +189,14 @@ def test_which_orders_a_rank_follows(
     now = Period(4, 1)
     orders.give(store, now, [3, 1])
     given = orders.found(store, now)
-    assert [Orders(rank).name_me(given, now) for rank in range(4)] == [False, True, False, True]
+    assert [Orders(rank, ALONE).name_me(given, now) for rank in range(4)] == [False, True, False, True]
     # One of another period, whoever publishes it now.
     for other in (Period(4, 2), Period(5, 1)):
         assert orders.found(store, other) == []
-        assert not Orders(3).name_me(given, other)
+        assert not Orders(3, ALONE).name_me(given, other)
     # What any process may have written.
     for text in (None, 7, {}, [7], [None], [""], ["x" * 200], [given[0][:-1]], ["\ud800" * 80], ["€" * 80]):
-        assert not Orders(3).name_me(text, now), text
+        assert not Orders(3, ALONE).name_me(text, now), text
     kind = "drain in 4.1"
     for body in (
         b"[]",
@@ -202,15 +207,108 @@ def test_which_orders_a_rank_follows(
         b"\xff",
     ):
         sealed = seals.sealed(kind, body, SECRET.encode()).decode("latin-1")
-        assert not Orders(3).name_me([sealed], now), body
+        assert not Orders(3, ALONE).name_me([sealed], now), body
     late = json.dumps({"ranks": [3], "at": float("nan")}).encode()
-    assert not Orders(3).name_me([seals.sealed(kind, late, SECRET.encode()).decode("latin-1")], now)
+    assert not Orders(3, ALONE).name_me([seals.sealed(kind, late, SECRET.encode()).decode("latin-1")], now)
     # The newest count, and too long ones do not.
     for _ in range(40):
         orders.give(store, now, [0])
-    assert len(orders.found(store, now)) == 16 and not Orders(3).name_me(orders.found(store, now), now)
+    assert len(orders.found(store, now)) == 16 and not Orders(3, ALONE).name_me(orders.found(store, now), now)
     orders.give(store, now, range(2000))
     assert len(orders.found(store, now)) == 15
+
+
+def test_what_the_leader_publishes(store: ReconnectingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No order that would leave nobody, and none of somebody without the secret."""
+    monkeypatch.setenv("TRIGRAM_SECRET", "another")
+    now, members = Period(0, 0), [0, 1, 2, 3]
+    orders.give(store, now, [1])
+    monkeypatch.setenv("TRIGRAM_SECRET", SECRET)
+    for ranks in ([0], [1, 2], [3], [9]):
+        orders.give(store, now, ranks)
+    found = orders.found(store, now)
+    leads = Orders(0, ALONE)
+    assert leads.accepted(found, now, members, []) == [found[1], found[2], found[4]]
+    assert leads.accepted(found, now, members, [3]) == [found[1], found[3], found[4]]
+    assert Orders(0, Replicas(2).touched).accepted(found, now, members, []) == [found[1], found[4]]
+    assert [Orders(r, Replicas(2).touched).name_me([found[1]], now) for r in members] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def _while_it_steps(rank: int, world: int) -> int | str | None:
+    """A rank whose steps take a second."""
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    try:
+        for step in range(8):
+            loss_of(net, step, rank).backward()
+            opt.step()
+            if step == 0:
+                say("trains")
+            time.sleep(1)
+    except SystemExit as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("first", ["order", "signal"])
+def test_an_order_and_a_signal(first: str) -> None:
+    """Whichever comes first: it ends its step, and leaves for good."""
+    statuses = {"TRIGRAM_LEFT_STATUS": "5", "TRIGRAM_DRAIN_STATUS": "6"}
+    with Ranks(3, _while_it_steps, env=statuses) as ranks:
+        store = _all_train(ranks, 3)
+        if first == "signal":
+            ranks.signal(1, signal.SIGTERM)
+        assert drain.send_away(store, [1], 0) == 0
+        if first == "order":
+            until(lambda: "asked to" in ranks.log(1) or "leaves the job when" in ranks.log(1), 20)
+            ranks.signal(1, signal.SIGTERM)
+        assert ranks.results(60) == [None, 5, None]
+
+
+def test_two_drains_at_once_leave_somebody(capsys: pytest.CaptureFixture[str]) -> None:
+    with Ranks(2, _while_it_steps) as ranks:
+        store = _all_train(ranks, 2)
+        assert drain.send_away(store, [0], 0) == drain.send_away(store, [1], 0) == 0
+        assert sorted(map(str, ranks.results(60))) == ["0", "None"]
+
+
+def test_a_status_that_lies_sends_nobody_else_away(
+    store: ReconnectingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIGRAM_SECRET", SECRET)
+    told = {"epoch": 0, "empty_regroups": 0, "ranks": [0, 1, 2, 3], "leader": 0, "replica_size": 2}
+    stop = threading.Event()
+
+    def leads() -> None:
+        beat = 0
+        while not stop.wait(0.1):
+            beat += 1
+            store.put(STATUS, json.dumps(told | {"heartbeat": beat}))
+
+    leader = threading.Thread(target=leads)
+    leader.start()
+    try:
+        port = store.served.port  # type: ignore[attr-defined]
+        assert drain.send_away(f"127.0.0.1:{port}", [1], 0) == 0
+        found = orders.found(store, Period(0, 0))
+        assert [Orders(rank, ALONE).name_me(found, Period(0, 0)) for rank in range(4)] == [
+            False,
+            True,
+            False,
+            False,
+        ]
+        told["replica_size"] = 10**14
+        says(raises(typer.BadParameter, drain.send_away, f"127.0.0.1:{port}", [1], 0), "all members")
+    finally:
+        stop.set()
+        leader.join()
 
 
 def test_where_no_job_is(store: ReconnectingStore, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,15 @@ def test_who_knows_the_secret_sends_ranks_away(job: tuple[dist.Store, int], page
         assert json.loads(_get(page + "job.json")[0])["orders"] is True
         given = {"rank": 1, "secret": KEY_OF_JOB.decode()}
         right = json.dumps(given).encode()
-        for wrong in (b"", b"[]", b"[" * 3000, b"\xff", json.dumps({"rank": 1}).encode(), b"x" * 5000):
+        for wrong in (
+            b"",
+            b"[]",
+            b"[" * 3000,
+            b"\xff",
+            json.dumps({"rank": 1}).encode(),
+            b"x" * 5000,
+            b'{"rank": Infinity, "secret": "x"}',
+        ):
             assert "this is no order" in _order(page, wrong)
         says(_order(page, json.dumps(given | {"secret": "guessed"}).encode()), "403", "not the job's TRIGRAM")
         says(_order(page, json.dumps(given | {"rank": 7}).encode()), "403", "rank(s) 7 are no members")

@@ -1,4 +1,8 @@
-"""`trigram drain`: asks ranks of an elastic job to leave it, through its store, and waits until they have."""
+"""`trigram drain`: asks ranks of an elastic job to leave it, through its store, and waits until they have.
+
+Any process may write to the store. So what an order says, and what is sealed, is what was asked for; the
+status says only whom to wait for.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from trigram.elastic.join_queue import STATUS_TIMEOUT, JobWatch
 from trigram.elastic.orders import Period
 from trigram.elastic.replicas import Replicas
 from trigram.runtime import seals
+from trigram.runtime.live_store import ReconnectingStore
 
 _LOOK = 0.1
 """Seconds between two looks."""
@@ -28,13 +33,13 @@ def send_away(store: str | None, ranks: Sequence[int], timeout: float) -> int:
     Args:
         store: ``HOST:PORT``; None: where MASTER_ADDR and MASTER_PORT say.
         ranks: The ranks; where replicas have several ranks, those of their replicas leave too.
-        timeout: Seconds to wait.
+        timeout: Seconds to wait; 0: it only asks.
 
     Returns:
         The exit code: 1 if some have not left, or no elastic job is alive there.
 
     Raises:
-        typer.BadParameter: They are not members, or are all of them.
+        typer.BadParameter: They are not members, or nobody else would be left.
     """
     client = open_store(store)
     watch = JobWatch(client)
@@ -43,16 +48,75 @@ def send_away(store: str | None, ranks: Sequence[int], timeout: float) -> int:
         typer.echo(f"no elastic job is alive at the store {client.address}", err=True)
         return 1
     leave = chosen(status, ranks)
-    end, asked_at, seen = time.monotonic() + timeout, time.monotonic(), set[int]()
+    if 0 in leave:
+        typer.echo("if rank 0 serves the job's store, nobody can join any more once it has left", err=True)
+    if timeout == 0:
+        orders.give(client, _period(status), ranks)
+        typer.echo(f"rank(s) {_listed(leave)} were asked to leave")
+        return 0
+    try:
+        return _until_left(client, watch, status, ranks, leave, timeout)
+    except KeyboardInterrupt:
+        typer.echo(f"rank(s) {_listed(leave)} were asked to leave, which stands", err=True)
+        raise
+
+
+def ask(store: str | None, ranks: Sequence[int]) -> None:
+    """Asks ranks to leave, and does not wait until they have; the arguments are those of :func:`send_away`.
+
+    Raises:
+        typer.BadParameter: They are not members, or nobody else would be left; or no elastic job is alive
+            there.
+    """
+    client = open_store(store)
+    status = _alive(JobWatch(client))
+    if status is None:
+        raise typer.BadParameter(f"no elastic job is alive at the store {client.address}")
+    chosen(status, ranks)
+    orders.give(client, _period(status), ranks)
+
+
+def chosen(status: dict[str, Any], ranks: Sequence[int]) -> list[int]:
+    """Who leaves if these ranks are asked to: their replicas, as far as the status says so."""
+    members: list[int] = status["members"]
+    if unknown := sorted(set(ranks) - set(members)):
+        raise typer.BadParameter(
+            f"rank(s) {_listed(unknown)} are no members of the job, whose members are {_listed(members)}"
+        )
+    replicas = Replicas(status["replica_size"])
+    numbers = {replicas.number(rank) for rank in ranks}
+    leave = [rank for rank in members if replicas.number(rank) in numbers]
+    if not set(members) - set(leave) - set(status["draining"]):
+        already = " with those that leave already" if leave != members else ""
+        raise typer.BadParameter(
+            f"rank(s) {_listed(leave)}{already} are all members, so nobody would go on with the training; "
+            "end the job where it was started"
+        )
+    return leave
+
+
+def _until_left(
+    client: ReconnectingStore,
+    watch: JobWatch,
+    status: dict[str, Any] | None,
+    ranks: Sequence[int],
+    leave: list[int],
+    timeout: float,
+) -> int:
+    """Gives the order, again after each change of the members, and waits; returns the exit code."""
+    begun, asked_at = time.monotonic(), 0.0
     period: Period | None = None
+    heeding, lost = set[int](), set[int]()
+    events = _events(status)
     while status is not None and (left := [rank for rank in leave if rank in status["members"]]):
-        now = Period(status["epoch"], status["empty_regroups"])
+        now = _period(status)
         if now != period:  # an order holds in one of them
-            orders.give(client, now, left)
+            orders.give(client, now, [rank for rank in ranks if rank in left] or left)
             period, asked_at = now, time.monotonic()
-        seen.update(status["draining"])
-        if time.monotonic() > end or (not seen & set(left) and time.monotonic() - asked_at > _HEED):
-            typer.echo(_stays(left, seen, timeout), err=True)
+        heeding.update(status["draining"])
+        nobody = not heeding & set(left) and time.monotonic() - asked_at > _HEED
+        if nobody or time.monotonic() - begun > timeout:
+            typer.echo(_stays(status["leader"], left, heeding, time.monotonic() - begun), err=True)
             return 1
         time.sleep(_LOOK)
         status = _alive(watch)
@@ -63,38 +127,23 @@ def send_away(store: str | None, ranks: Sequence[int], timeout: float) -> int:
             err=True,
         )
         return 1
+    for _, what, of in sorted(_events(status) - events):
+        lost.update(set(leave) & set(of) if what in ("dead", "silent") else ())
+    if lost:
+        typer.echo(f"rank(s) {_listed(sorted(lost))} were lost before they could leave", err=True)
+        return 1
     typer.echo(f"rank(s) {_listed(leave)} left; the members are {_listed(status['members'])}")
     return 0
 
 
-def ask(store: str | None, ranks: Sequence[int]) -> None:
-    """Asks ranks to leave, and does not wait until they have; the arguments are those of :func:`send_away`.
-
-    Raises:
-        typer.BadParameter: They are not members, or are all of them; or no elastic job is alive there.
-    """
-    client = open_store(store)
-    status = _alive(JobWatch(client))
-    if status is None:
-        raise typer.BadParameter(f"no elastic job is alive at the store {client.address}")
-    orders.give(client, Period(status["epoch"], status["empty_regroups"]), chosen(status, ranks))
+def _events(status: dict[str, Any] | None) -> set[tuple[float, str, tuple[int, ...]]]:
+    """What has happened in a job: when, what, and to whom."""
+    events = [] if status is None else status["events"]
+    return {(event["at"], event["what"], tuple(event["ranks"])) for event in events}
 
 
-def chosen(status: dict[str, Any], ranks: Sequence[int]) -> list[int]:
-    """Who leaves if these ranks are asked to: their replicas."""
-    members: list[int] = status["members"]
-    if unknown := sorted(set(ranks) - set(members)):
-        raise typer.BadParameter(
-            f"rank(s) {_listed(unknown)} are no members of the job, whose members are {_listed(members)}"
-        )
-    touched = Replicas(status["replica_size"]).touched(ranks)
-    leave = [rank for rank in members if rank in touched]
-    if leave == members:
-        raise typer.BadParameter(
-            f"rank(s) {_listed(leave)} are all members, so nobody would go on with the training; end the job "
-            "where it was started"
-        )
-    return leave
+def _period(status: dict[str, Any]) -> Period:
+    return Period(int(status["epoch"]), int(status["empty_regroups"]))
 
 
 def _alive(watch: JobWatch) -> dict[str, Any] | None:
@@ -105,18 +154,24 @@ def _alive(watch: JobWatch) -> dict[str, Any] | None:
     return None if found is None else checked(found)
 
 
-def _stays(left: list[int], seen: set[int], timeout: float) -> str:
+def _stays(leader: int, left: list[int], heeding: set[int], seconds: float) -> str:
     """Why ranks have not left."""
-    if heeding := sorted(seen & set(left)):
-        return (
-            f"rank(s) {_listed(heeding)} heed the order and have not left after {timeout:g} s: a rank ends "
+    slow, deaf = [r for r in left if r in heeding], [r for r in left if r not in heeding]
+    lines = []
+    if slow:
+        lines.append(
+            f"rank(s) {_listed(slow)} heed the order and have not left after {seconds:.0f} s: a rank ends "
             "its step first, or the steps until its next averaging step"
         )
-    has = "is set here" if seals.secret() else "is not set here"
-    return (
-        f"rank(s) {_listed(left)} do not heed the order: their logs say why. The job's TRIGRAM_SECRET must "
-        f"be set where it is given, and {has}"
-    )
+    if deaf and seconds > _HEED:
+        has = "is set here" if seals.secret() else "is not set here"
+        lines.append(
+            f"rank(s) {_listed(deaf)} do not heed the order: their logs, or that of the leader (rank "
+            f"{leader}), say why. The job's TRIGRAM_SECRET must be set where it is given, and {has}"
+        )
+    elif deaf:
+        lines.append(f"rank(s) {_listed(deaf)} have not left after {seconds:.0f} s")
+    return "\n".join(lines)
 
 
 def _listed(ranks: Sequence[int]) -> str:

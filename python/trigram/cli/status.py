@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from trigram.cli.job_store import open_store
-from trigram.elastic.join_queue import STATUS_TIMEOUT, JobWatch
+from trigram.elastic.join_queue import MOST_RANKS, STATUS_TIMEOUT, JobWatch
 
 _NAMES = {
     "left": "left",
@@ -62,7 +62,7 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
         "seconds_wasted": _number(found.get("wasted"), 0.0),
         "since": _number(found.get("began"), 0.0),
         "members": _ranks(found.get("ranks")),
-        "replica_size": max(1, int(_number(found.get("replica_size"), 1))),
+        "replica_size": min(max(1, int(_number(found.get("replica_size"), 1))), MOST_RANKS),
         "spares": _ranks(found.get("spares")),
         "joining": _ranks(found.get("joining")),
         "draining": _ranks(found.get("draining")),

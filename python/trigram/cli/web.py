@@ -102,7 +102,7 @@ class Watch:
         try:
             asked = json.loads(order)
             rank, given = int(asked["rank"]), str(asked["secret"]).encode()
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise Refused("this is no order") from error
         key = seals.secret()
         if not self.takes_orders or key is None:
@@ -145,7 +145,7 @@ def server(watch: Watch, host: str, port: int) -> ThreadingHTTPServer:
             # Pages of other origins cannot send this header.
             if self.path != "/drain" or self.headers.get("X-Trigram") != "drain":
                 self._answer(404, "text/plain", b"not here\n")
-            elif not size.isdigit() or int(size) > _LONGEST_ORDER:
+            elif not (size.isascii() and size.isdigit()) or int(size) > _LONGEST_ORDER:
                 self._answer(400, "text/plain", b"this is no order\n")
             else:
                 try:

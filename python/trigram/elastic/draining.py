@@ -61,6 +61,7 @@ class Draining(Part):
     _since = 0.0
     _notice: Notice | None = None
     _process = 0
+    _signalled = False
 
     def begin(self) -> None:
         """In an elastic job: watches for the signal and for notices."""
@@ -84,7 +85,9 @@ class Draining(Part):
 
     def ask(self, by: str) -> None:
         """Asks this rank to leave after its step; any thread may."""
-        if self.asked is None:
+        if by == orders.BY and self.asked is not None:
+            self.asked = by  # for good
+        elif self.asked is None:
             self.asked, self._since = by, time.monotonic()
             logs.warning(f"{by}: this rank leaves the job when its step is over; the other ranks go on")
 
@@ -100,11 +103,13 @@ class Draining(Part):
             threading.current_thread() is threading.main_thread()
         ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.asked, self.trains, self._notice = None, False, None  # the next job of this process begins anew
+        # The next job of this process begins anew.
+        self.asked, self.trains, self._signalled, self._notice = None, False, False, None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> Any:
-        # The second one ends the process, as do the first if no step is to come, and one to a forked child.
-        if self.trains and self.asked is None and os.getpid() == self._process:
+        # The second signal ends the process, as the first does if no step is to come, or in a forked child.
+        if self.trains and not self._signalled and os.getpid() == self._process:
+            self._signalled = True
             self.ask("SIGTERM")
         elif os.getpid() == 1:
             raise SystemExit(128 + number)  # Linux ignores for the first process what it has no handler for

@@ -133,7 +133,7 @@ class JoinQueue:
     ) -> None:
         self.store, self.rank, self.replicas = store, rank, replicas
         self.is_asked, self.ask = is_asked, ask
-        self._orders = Orders(rank)
+        self._orders = Orders(rank, replicas.touched)
         self.status: dict[str, Any] = {}
         self.describe: Callable[[], dict[str, Any]] = dict
         self.pending: dict[int, dict[str, Any]] = {}
@@ -204,12 +204,14 @@ class JoinQueue:
             if not self.is_leader:
                 published = _parse(self.store.get(STATUS) or b"{}")
                 self.regroup_request = published.get("regroup_request")
-                self._follow(published.get("orders"), period)
+                if (published.get("epoch"), published.get("empty_regroups")) == period:
+                    self._follow(published.get("orders"), period)
                 continue
             self._scan()
-            given = orders.found(self.store, Period(*period))
-            self._follow(given, period)
             draining = self._draining(period)
+            found = orders.found(self.store, Period(*period))
+            given = self._orders.accepted(found, Period(*period), status["ranks"], draining)
+            self._follow(given, period)
             if self.pending or draining:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
@@ -221,8 +223,8 @@ class JoinQueue:
 
     def _follow(self, given: Any, period: tuple[int, int]) -> None:
         """Asks this rank to leave if an order says so."""
-        if not self.is_asked() and self._orders.name_me(given, Period(*period)):
-            self.ask(orders.BY)
+        if given and self._orders.name_me(given, Period(*period)):
+            self.ask(orders.BY)  # also one that was asked to leave by somebody else: it leaves for good
 
     def _tell_drain(self, period: tuple[int, int]) -> None:
         """Tells the leader that this rank was asked to leave; again after each change of the members."""

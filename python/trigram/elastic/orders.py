@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def give(store: ReconnectingStore, period: Period, ranks: Sequence[int]) -> None
 
 
 def found(store: ReconnectingStore, period: Period) -> list[str]:
-    """The orders that a store has for this period, as the leader publishes them. They may be anybody's."""
+    """The orders that a store has for this period; they may be anybody's."""
     at = period.epoch, period.empty_regroups
     count = int(store(lambda s: s.add(_COUNT.format(*at), 0)) or 0)
     numbers = range(max(1, count - _MOST + 1), count + 1)
@@ -64,38 +64,67 @@ class Orders:
 
     Args:
         rank: This rank.
+        together: Who leaves if these ranks do: their replicas.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self._warned = rank, ""
+    def __init__(self, rank: int, together: Callable[[Sequence[int]], set[int]]) -> None:
+        self._rank, self._together, self._warned = rank, together, ""
+
+    def accepted(
+        self, found: list[str], period: Period, members: Sequence[int], leaving: Sequence[int]
+    ) -> list[str]:
+        """On the leader: the orders that it publishes. Somebody must be left when all of them are followed.
+
+        Args:
+            found: What :func:`found` has returned.
+            period: The present one.
+            members: All of them.
+            leaving: Those that were asked to leave already.
+        """
+        accepted, gone = [], set(leaving)
+        for text in found:
+            ranks = self._ranks(text, period)
+            more = gone | {r for r in members if ranks is not None and r in ranks}
+            if ranks is None:
+                continue
+            if more.issuperset(members):
+                self._warn("with those that leave already it names all members")
+                continue
+            gone = more
+            accepted.append(text)
+        return accepted
 
     def name_me(self, published: Any, period: Period) -> bool:
         """Whether one of the published orders asks this rank to leave.
 
         Args:
-            published: What :func:`found` has returned to the leader; any process may have written it.
-            period: The present one.
+            published: What the leader has accepted; any process may have written it.
+            period: The present one, which is that of the orders.
         """
         texts = [text for text in published if isinstance(text, str)] if isinstance(published, list) else []
-        return any(self._names_me(text, period) for text in texts[:_MOST])
+        named = (self._ranks(text, period) for text in texts[:_MOST])
+        return any(ranks is not None and self._rank in ranks for ranks in named)
 
-    def _names_me(self, text: str, period: Period) -> bool:
+    def _ranks(self, text: str, period: Period) -> set[int] | None:
+        """Who leaves by an order; None: nobody, because it is not one to follow."""
         kind = _KIND.format(period.epoch, period.empty_regroups)
         body = seals.opened(kind, text.encode("latin-1", "replace"), seals.secret())
         if body is None:
-            return self._warn("it is not sealed with this job's TRIGRAM_SECRET")
+            self._warn("it is not sealed with this job's TRIGRAM_SECRET")
+            return None
         try:
             order = json.loads(body)
-            ranks, at = order["ranks"], float(order["at"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return self._warn("it is malformed")
+            ranks, at = [int(rank) for rank in order["ranks"]], float(order["at"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            self._warn("it is malformed")
+            return None
         if not abs(time.time() - at) < _LIFE:
-            return self._warn("it is older than ten minutes, or clocks differ by as much")
-        return isinstance(ranks, list) and self._rank in ranks
+            self._warn("it is older than ten minutes, or clocks differ by as much")
+            return None
+        return self._together(ranks)
 
-    def _warn(self, why: str) -> bool:
+    def _warn(self, why: str) -> None:
         """Says once why an order is not followed."""
         if why != self._warned:
             self._warned = why
             logs.warning(f"{BY}: rank {self._rank} does not follow an order in the job's store: {why}")
-        return False

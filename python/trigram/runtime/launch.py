@@ -140,7 +140,7 @@ def launch(
         # A rank that was asked to leave and did, with status 0, would count as one that has finished.
         asked = 128 + signal.SIGTERM if restarts else _LEFT
         leaves = {"TRIGRAM_DRAIN_STATUS": str(asked), "TRIGRAM_LEFT_STATUS": str(_LEFT)}
-    base = threads | leaves | job_environment(ranks, part) | dict(environment or {})
+    base = threads | job_environment(ranks, part) | leaves | dict(environment or {})
     first = 0 if part is None else part.first
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
@@ -289,6 +289,9 @@ def _watch(
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
+            if code == _LEFT and _LEFT in well and rank not in lost:
+                lost.add(rank)
+                sys.stderr.write(f"trigram: rank {rank} has left the job for good\n")
             if code is None or code in well or rank in lost:
                 continue
             if restarts and 0 not in codes:

@@ -1,5 +1,5 @@
-"""The `trigram` command: run, plan, top, status, report, compare, timeline, postmortem, demo, bench, chaos,
-test, doctor, algorithms."""
+"""The `trigram` command: run, plan, top, status, drain, report, compare, timeline, postmortem, demo, bench,
+chaos, test, doctor, algorithms."""
 
 from __future__ import annotations
 

@@ -214,7 +214,8 @@ def test_a_rank_that_is_killed_and_one_that_fails_alone(
 def test_the_others_go_on_with_enough_of_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], least: int | None, code: int
 ) -> None:
-    script = "if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(2.5)\npathlib.Path('done').touch()"
+    seconds = 1 if code == 0 else 100  # until they are ended
+    script = f"if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep({seconds})\npathlib.Path('done').touch()"
     command = _script(tmp_path, f"os.chdir({str(tmp_path)!r})\n{script}")
     done = launch.launch(3, command, show="all", least=least)
     said = capfd.readouterr().err

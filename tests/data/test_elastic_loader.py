@@ -81,7 +81,10 @@ def _trains(
     torch.manual_seed(0)
     net = torch.nn.Linear(1, 1)
     opt = torch.optim.SGD(net.parameters(), 0.001)
-    loader = ElasticLoader(TensorDataset(torch.arange(float(samples))), 4, seed=3, num_workers=workers)
+    # Forked: ranks of these tests are children of a fork server, and would start one of their own, which
+    # outlives a rank that is killed.
+    fork = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = ElasticLoader(TensorDataset(torch.arange(float(samples))), 4, seed=3, **fork)
     trigram.with_bagua(net, optimizer=opt, elastic=[loader])
     flag(f"entered-{rank}")
     used, step, fresh = [], 0, again

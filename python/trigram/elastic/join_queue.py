@@ -226,6 +226,11 @@ class JoinQueue:
         if given and self._orders.name_me(given, Period(*period)):
             self.ask(orders.BY)  # also one that was asked to leave by somebody else: it leaves for good
 
+    def is_ordered(self) -> bool:
+        """On a rank that leaves: whether an order has asked it to, which its thread may not have read yet."""
+        period = Period(self.status["epoch"], self.status["empty_regroups"])
+        return self._orders.name_me(orders.found(self.store, period), period)
+
     def _tell_drain(self, period: tuple[int, int]) -> None:
         """Tells the leader that this rank was asked to leave; again after each change of the members."""
         number = self.store(lambda s: s.add(_DRAIN_COUNT.format(*period), 1))

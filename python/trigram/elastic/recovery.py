@@ -29,7 +29,7 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic import draining, joining, local_state, losses, membership, places
+from trigram.elastic import draining, joining, local_state, losses, membership, orders, places
 from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
 from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, logs, world
@@ -673,6 +673,10 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
     """Leaves the job, which goes on without this rank, and ends its script."""
     here = job.here()
     rank, asked = world.current().rank, here.part(draining.Draining).asked or "with its replica"
+    # Others of its replica may have read it before, and have taken this rank along.
+    queue = current()[1].queue
+    if queue is not None and queue.is_ordered():
+        asked = orders.BY
     for model in models:
         model.hooks.leave()
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")

@@ -141,6 +141,24 @@ def test_a_signal_to_the_launcher_ends_the_ranks(
             os.kill(int(file.name[3:]), 0)
 
 
+TOLD_EARLY = """
+from trigram.runtime import launch
+launch.launch(24, ["sh", "-c", "touch pid$$; test $RANK = 0 && kill -TERM $PPID; exec sleep 100"])
+"""
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_a_signal_while_ranks_are_started_leaves_none(tmp_path: Path, attempt: int) -> None:
+    """The first of them sends it."""
+    with subprocess.Popen([sys.executable, "-c", TOLD_EARLY], cwd=tmp_path) as launcher:
+        assert launcher.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM)
+    started = list(tmp_path.glob("pid*"))
+    for file in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name[3:]), 0)
+    assert started
+
+
 LINES = """
 for i in range(3000):
     print(f"rank {os.environ['RANK']}", "says", i, file=(sys.stdout, sys.stderr)[i % 2])

@@ -36,7 +36,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trigram.runtime.launch import end, exit_on_signals, job_environment, start_rank
+from trigram.runtime.end_signals import EndSignals
+from trigram.runtime.launch import end, job_environment, start_rank
 
 FAULTS = ("kill", "drain", "crash", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
 LASTING = ("kill", "drain", "crash", "stop", "cut")
@@ -174,8 +175,8 @@ class Chaos:
         self.environment = job | self.settings.environment
         silence = (os.environ | self.environment).get("TRIGRAM_SILENCE")
         self.silence = float(silence) if silence else _SILENCE_SECONDS
-        exit_on_signals(self.stack)
-        self.stack.callback(lambda: end([r.process for r in self.ranks.values()]))
+        self.signals = EndSignals(self.stack)
+        self.stack.callback(lambda: end([r.process for r in self.ranks.values()], self.signals))
         for rank in range(self.settings.ranks):
             self._start(rank)
         return self
@@ -206,7 +207,7 @@ class Chaos:
         end = time.monotonic() + self.settings.patience
         while not self._all_ready() and not self._is_over() and time.monotonic() < end:
             self._handle_events()
-            time.sleep(0.05)
+            self.signals.pause(0.05)
         began = time.monotonic()
         next_fault = began + self._interval()
         while time.monotonic() < began + self.settings.seconds and not self._is_over():
@@ -214,14 +215,14 @@ class Chaos:
                 self._inject_fault()
                 next_fault = time.monotonic() + self._interval()
             self._handle_events()
-            time.sleep(0.01)
+            self.signals.pause(0.01)
         # As long as ranks say something, or end, they do not hang: on a busy machine all takes longer.
         last, heard = time.monotonic(), self._heard()
         while time.monotonic() < last + self.settings.patience and not self._is_over():
             self._handle_events()
             if (now := self._heard()) != heard:
                 last, heard = time.monotonic(), now
-            time.sleep(0.01)
+            self.signals.pause(0.01)
         self._handle_events()
         hung = [r for r, rank in self.ranks.items() if rank.process.poll() is None]
         logs = {r: rank.log.read_text(errors="replace") for r, rank in self.ranks.items()}

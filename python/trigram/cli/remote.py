@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.runtime.launch import END_SECONDS, POLL_SECONDS, Part, end, exit_on_signals
+from trigram.runtime.end_signals import EndSignals
+from trigram.runtime.launch import END_SECONDS, POLL_SECONDS, Part, end, wait
 from trigram.runtime.rank_output import RankOutput
 
 PASSED = ("TRIGRAM_", "NCCL_", "OMP_", "TORCH_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
@@ -116,34 +117,35 @@ def launch(
     port = port or random.SystemRandom().choice(_PORTS)
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
-        exit_on_signals(stack)
+        signals = EndSignals(stack)
         output = RankOutput()
         stack.callback(output.drain)
-        stack.callback(_let_go, processes)
+        stack.callback(_let_go, processes, signals)
         for k, host in enumerate(on):
             part = Part(k * ranks, len(on) * ranks, on[0].address, port)
             there = [python, "-m", "trigram", "run", "-n", str(ranks), "--part", str(part), *arguments]
             with output.pipes(k) as (stdout, stderr):
                 processes.append(start(ssh, host.name, there, more, stdout=stdout, stderr=stderr))
         try:
-            return _watch(on, processes)
+            return _watch(on, processes, signals)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 
 
-def _let_go(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _let_go(processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals) -> None:
     """Ends the ranks of the other hosts, which follow the end of their input; then what started them."""
     for process in processes:
         assert process.stdin is not None
         with suppress(OSError):
             process.stdin.close()
-    until = time.monotonic() + 2 * END_SECONDS  # as long as `trigram run` there gives its ranks, and a moment
-    while any(process.poll() is None for process in processes) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
-    end(processes)
+    try:
+        # As long as `trigram run` there gives its ranks, and a moment.
+        wait(processes, 2 * END_SECONDS, signals)
+    finally:
+        end(processes, signals)
 
 
-def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]]) -> int:
+def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals) -> int:
     """Waits until all have ended, or one has failed: then the others end by themselves, as their ranks lose
     those of that host, or are ended after a while."""
     failed_at: float | None = None
@@ -156,7 +158,7 @@ def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]]) -> 
                 sys.stderr.write(f"trigram: the ranks of {host.name} have failed ({state})\n")
         if failed_at is not None and time.monotonic() - failed_at > END_SECONDS / 2:
             break
-        time.sleep(POLL_SECONDS)
+        signals.pause(POLL_SECONDS)
     first = next((found for found in (code, *codes) if found), 0)
     return first if first >= 0 else 128 - first
 

@@ -13,15 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Literal, NamedTuple
 
+from trigram.runtime.end_signals import EndSignals
 from trigram.runtime.launchers import find, free_port, set_variables
 from trigram.runtime.rank_output import RankOutput
 
@@ -145,10 +144,10 @@ def launch(
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
-        exit_on_signals(stack)
+        signals = EndSignals(stack)
         output = RankOutput(prefix, tee)
         stack.callback(output.drain)
-        stack.callback(end, processes)
+        stack.callback(end, processes, signals)
 
         def start(rank: int) -> subprocess.Popen[bytes]:
             if error_files[rank] is not None:
@@ -165,9 +164,9 @@ def launch(
             error_files.append(None if shown else stack.enter_context(tempfile.TemporaryFile()))
             processes.append(start(rank))
         try:
-            code, failed = _watch(processes, timeout, start, restarts, least)
+            code, failed = _watch(processes, signals, timeout, start, restarts, least)
         except KeyboardInterrupt:
-            end(processes, interrupted=True)
+            end(processes, signals, interrupted=True)
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
         codes = tuple(process.returncode for process in processes)
         output.drain()
@@ -237,23 +236,26 @@ def start_rank(
     )
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], *, interrupted: bool = False) -> None:
+def end(
+    processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals, *, interrupted: bool = False
+) -> None:
     """Ends the processes that still run: with SIGTERM, and ten seconds later with SIGKILL.
 
-    A signal that raises an exception here meanwhile, as Ctrl-C does, kills them at once.
+    A signal to this process meanwhile, as Ctrl-C, kills them at once.
 
     Args:
         processes: The processes.
+        signals: What this process notes.
         interrupted: The terminal has sent them SIGINT: SIGTERM follows ten seconds later.
     """
     try:
         if interrupted:
-            _wait(processes, END_SECONDS)
+            wait(processes, END_SECONDS, signals)
         _stop(processes, signal.SIGTERM)
-        _wait(processes, END_SECONDS)
+        wait(processes, END_SECONDS, signals)
     finally:
         _stop(processes, signal.SIGKILL)
-        _wait(processes, GRACE_SECONDS)
+        wait(processes, GRACE_SECONDS, signals)
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
@@ -264,6 +266,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) 
 
 def _watch(
     processes: list[subprocess.Popen[bytes]],
+    signals: EndSignals,
     timeout: float | None,
     start: Callable[[int], subprocess.Popen[bytes]],
     restarts: int,
@@ -273,6 +276,7 @@ def _watch(
 
     Args:
         processes: The processes by rank; one that is started again replaces the one before.
+        signals: What this process notes.
         timeout: See `launch`.
         start: Starts a rank.
         restarts: See `launch`.
@@ -313,7 +317,7 @@ def _watch(
             break
         late = {rank for rank, code in enumerate(codes) if code is None}
         if late <= again and 0 in codes and first is None:
-            _wait([processes[rank] for rank in late], LATE_SECONDS)
+            wait([processes[rank] for rank in late], LATE_SECONDS, signals)
             late = {rank for rank in late if processes[rank].poll() is None}
             if late:
                 names = ", ".join(map(str, sorted(late)))
@@ -321,10 +325,10 @@ def _watch(
                 return 0, []
         if deadline is not None and time.monotonic() > deadline:
             return TIMED_OUT, []
-        time.sleep(POLL_SECONDS)
+        signals.pause(POLL_SECONDS)
     if first is None:
         return 0, []
-    _wait(processes, GRACE_SECONDS)
+    wait(processes, GRACE_SECONDS, signals)
     others = [r for r, process in enumerate(processes) if r != first and process.poll() not in {None, *well}]
     failed = [*others, first]
     code = processes[first].returncode
@@ -332,10 +336,11 @@ def _watch(
     return code if code > 0 else 128 - code, failed
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float, signals: EndSignals) -> None:
+    """Waits until all have ended, at most so long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(POLL_SECONDS)
+        signals.pause(POLL_SECONDS)
 
 
 def _report(rank: int, code: int, errors: IO[bytes] | None) -> str:
@@ -359,26 +364,6 @@ def _why(output: RankOutput, rank: int, others: bool) -> str:
 def _how(code: int) -> str:
     by_signal = f"was ended by the signal {signal.Signals(-code).name}" if code < 0 else ""
     return by_signal or f"failed with exit code {code}"
-
-
-def exit_on_signals(stack: ExitStack) -> None:
-    """Until the stack is closed, signals that end a process raise ``SystemExit``: what started processes ends
-    them.
-
-    Those that the process ignores, as under nohup, stay ignored. In another thread than the main one it does
-    nothing.
-    """
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread gets signals, and may say what they do
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        before = signal.getsignal(number)
-        if before is not signal.SIG_IGN:
-            signal.signal(number, leave)
-            stack.callback(signal.signal, number, before)
 
 
 def leave_job() -> None:

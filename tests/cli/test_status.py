@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,12 @@ def test_a_store_without_a_job() -> None:
     reopen("127.0.0.1", port).set(STATUS, json.dumps({"epoch": 3, "ranks": [0]}))
     ended = _status(str(port))
     assert ended.returncode == 1 and "has ended" in ended.stderr
+
+
+def test_a_store_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        none = _status(str(mute.getsockname()[1]))
+    assert none.returncode == 2 and "has not answered" in " ".join(none.stderr.replace("│", "").split())
 
 
 @pytest.mark.parametrize("where", ["nowhere", "host:", ":1", "host:0", "host:70000", "host:one"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +259,50 @@ def _other_port(rank: int, world: int) -> None:
 
 def test_another_port_than_that_of_torchrun() -> None:
     run(2, _other_port)
+
+
+def _mute_store(rank: int, world: int) -> str:
+    """Something else listens where the store should be, or the process that serves it is stopped."""
+    if rank == 0:
+        return ""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        os.environ["MASTER_PORT"] = str(mute.getsockname()[1])
+        return raises(trigram.TimeoutError, lambda: trigram.init(init_timeout=1.0))
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """torch would wait for its greeting without end."""
+    said = run(2, _mute_store, timeout=40)[1]
+    says(
+        said, "rank 1 waited", "MASTER_PORT", "accepts connections and has not answered", "rank 0 is running"
+    )
+
+
+def test_a_store_that_answers_no_more(tmp_path: Path) -> None:
+    """Its process is stopped, or the network drops what is sent, while ranks meet."""
+    served = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    path = Path(tmp_path) / "holds"
+
+    def pass_on(source: socket.socket, to: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if path.exists():
+                    return  # and both stay open
+                to.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+
+        def accept() -> None:
+            with suppress(OSError):
+                near = stack.enter_context(listener.accept()[0])
+                far = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+                threading.Thread(target=pass_on, args=(near, far), daemon=True).start()
+                threading.Thread(target=pass_on, args=(far, near), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        port = listener.getsockname()[1]
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        gather = _begin(store, 1, 2, 3.0)
+        threading.Timer(0.5, path.touch).start()
+        said = raises(trigram.TimeoutError, lambda: gather.all_gather(b"record"))
+        says(said, "rank(s) 0 of 2", "accepts connections and has not answered")

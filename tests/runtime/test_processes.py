@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,14 @@ from tests.support.harness import await_flag, flag, run, scratch
 from tests.support.marks import long
 from trigram.runtime.launch import free_port
 
+
+def _mute_store() -> None:
+    """Something listens where the store should be, and does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        os.environ["MASTER_PORT"] = str(mute.getsockname()[1])
+        trigram.init()
+
+
 WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: trigram.all_reduce(torch.ones(10)),
     "large all_reduce": lambda: trigram.all_reduce(torch.ones(1_000_003)),
@@ -31,6 +40,7 @@ WAITS: dict[str, Callable[[], object]] = {
     "Work.wait": lambda: trigram.all_reduce(torch.ones(10), async_op=True).wait(),
     "init": trigram.init,
     "rank 0 in init": trigram.init,
+    "a mute store in init": _mute_store,
 }
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trigram.runtime.answers import answered
 from trigram.runtime.rendezvous import reopen
 
 _POLL = 0.005
 """Seconds between two reads of a key that :meth:`ReconnectingStore.wait` waits for."""
 _STORE_TIMEOUT = timedelta(seconds=5)
+_ANSWER_SECONDS = 10.0
+"""Of an operation; longer than the store's own timeout."""
 
 
 class ReconnectingStore:
@@ -39,7 +42,8 @@ class ReconnectingStore:
             try:
                 if self.store is None and self.reopen is not None:
                     self.store = self.reopen()
-                return None if self.store is None else operation(self.store)
+                store = self.store
+                return None if store is None else answered(lambda: operation(store), _ANSWER_SECONDS)
             except (dist.DistError, OSError, RuntimeError):
                 if self.reopen is not None:
                     self.store = None
@@ -72,8 +76,9 @@ def connect_again(store: dist.Store) -> ReconnectingStore:
         return ReconnectingStore(dist.PrefixStore("trigram", base), None)
     host, port = base.host, base.port
     try:
-        client: dist.Store = dist.TCPStore(
-            host, port, None, False, timeout=_STORE_TIMEOUT, wait_for_workers=False
+        client: dist.Store = answered(
+            lambda: dist.TCPStore(host, port, None, False, timeout=_STORE_TIMEOUT, wait_for_workers=False),
+            _ANSWER_SECONDS,
         )
     except (dist.DistError, OSError, RuntimeError):
         client = base

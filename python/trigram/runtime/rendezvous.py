@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError, TrigramError
+from trigram.runtime.answers import AnsweringStore, NoAnswerError, answered
 from trigram.runtime.launchers import number, set_variables
 
 _NAME, _ENDPOINT = "name/{}", "endpoint/{}"
@@ -31,6 +33,8 @@ _LOOK_SECONDS = 0.2
 """Between two looks of a rank that waits at what else lies in the store."""
 _POLL = 0.02
 """The same, of a rank whose init has failed."""
+_ANSWER_SECONDS = 5.0
+"""How long the store's server may take to greet a connection before this module tries again."""
 _CONNECT_SECONDS = 2.0
 """How long torch may try to connect to the store before this module tries again."""
 
@@ -113,8 +117,11 @@ def _from_environment(rank: int, deadline: float, job: str) -> dist.Store:
 def _serve(host: str, port: int, deadline: float) -> dist.Store:
     """The store, served by this rank."""
     try:
-        return dist.TCPStore(
-            host, port, None, True, timeout=_left(deadline), wait_for_workers=False, multi_tenant=True
+        return answered(
+            lambda: dist.TCPStore(
+                host, port, None, True, timeout=_left(deadline), wait_for_workers=False, multi_tenant=True
+            ),
+            _left(deadline).total_seconds(),
         )
     except dist.DistNetworkError as error:
         raise ConfigError(
@@ -130,20 +137,27 @@ def _connect(host: str, port: int, rank: int, what: str, advice: str, deadline: 
     The server may be that of a job that ends just now, and reset the connection. torch would try again by
     itself, but after pauses that grow to a minute; so each attempt here is short.
     """
+    began, patience = time.monotonic(), _ANSWER_SECONDS
     while True:
         _await_listener(host, port, rank, what, advice, deadline)
         attempt = min(_left(deadline), timedelta(seconds=_CONNECT_SECONDS))
         try:
-            store = dist.TCPStore(
-                host, port, None, False, timeout=attempt, wait_for_workers=False, multi_tenant=True
+            store = answered(
+                partial(_client, host, port, attempt), min(_left(deadline).total_seconds(), patience)
             )
-        except dist.DistError:
+        except dist.DistError as error:
             if time.monotonic() > deadline:
-                raise
+                raise _unreached(began, rank, what, host, port, str(error).splitlines()[0], advice) from error
+            if isinstance(error, NoAnswerError):
+                patience *= 2  # each attempt leaves a thread
             time.sleep(_POLL)
         else:
             store.set_timeout(_left(deadline))
             return store
+
+
+def _client(host: str, port: int, timeout: timedelta) -> dist.Store:
+    return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def _left(deadline: float) -> timedelta:
@@ -155,10 +169,14 @@ def reopen(host: str, port: int) -> dist.Store:
 
     Raises:
         OSError: Nobody serves it now.
+        NoAnswerError: Its server does not answer.
     """
     with socket.create_connection((host, port), timeout=1):
         pass
-    store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False)
+    limit = timedelta(seconds=_ANSWER_SECONDS)
+    store = answered(
+        lambda: dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False), _ANSWER_SECONDS
+    )
     return dist.PrefixStore("trigram", store)
 
 
@@ -170,12 +188,18 @@ def _await_listener(host: str, port: int, rank: int, what: str, advice: str, dea
                 return
         except OSError as e:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for {what} at {host}:{port} "
-                    f"(MASTER_ADDR:MASTER_PORT): {e}; {advice}"
-                ) from e
+                raise _unreached(began, rank, what, host, port, str(e), advice) from e
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
+
+
+def _unreached(
+    began: float, rank: int, what: str, host: str, port: int, why: str, advice: str
+) -> TimeoutError:
+    return TimeoutError(
+        f"init: rank {rank} waited {time.monotonic() - began:.1f} s for {what} at {host}:{port} "
+        f"(MASTER_ADDR:MASTER_PORT): {why}; {advice}"
+    )
 
 
 class LateError(Exception):
@@ -212,7 +236,9 @@ class StoreGather:
     def __init__(
         self, store: Any, rank: int, size: int, deadline: float, late: Callable[[], bool] | None = None
     ) -> None:
-        self.store: Any = store if store is None else dist.PrefixStore(f"of{size}", store)
+        self.store: Any = None
+        if store is not None:
+            self.store = AnsweringStore(dist.PrefixStore(f"of{size}", store), deadline)
         self.rank, self.size, self.deadline, self.late = rank, size, deadline, late
         self.began = self.looked = time.monotonic()
         self.absent = [r for r in range(size) if r != rank]

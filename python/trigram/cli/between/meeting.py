@@ -13,10 +13,12 @@ import torch.distributed as dist
 from trigram.cli.between import facts
 from trigram.cli.between.probing import Attempt, Listener, Way, as_dict, attempt, measure
 from trigram.errors import TimeoutError
+from trigram.runtime.answers import AnsweringStore, answered
 
 _WORD, _COUNT, _HOST, _REACH, _WAY, _SAID = (
     "doctor/word", "doctor/count", "doctor/host/{}", "doctor/reach/{}", "doctor/way/{}/{}", "doctor/said"
 )  # fmt: skip
+_POLL = 0.02
 _STEP_SECONDS = 120.0
 """Seconds for a step of all others, beside what it must take."""
 
@@ -37,7 +39,10 @@ def joined(host: str, port: int, seconds: float) -> dist.Store:
         TimeoutError: It does not answer.
     """
     try:
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+        limit = timedelta(seconds=seconds)
+        return answered(
+            lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False), seconds
+        )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise TimeoutError(
             f"doctor: nothing answers at {host}:{port} within {seconds:.0f} s: trigram doctor --listen "
@@ -45,11 +50,11 @@ def joined(host: str, port: int, seconds: float) -> dist.Store:
         ) from error
 
 
-def take_part(store: dist.Store, number: int | None, seconds: float, patience: float) -> dict[str, Any]:
+def take_part(served: dist.Store, number: int | None, seconds: float, patience: float) -> dict[str, Any]:
     """What this host and the others find out, the same on all.
 
     Args:
-        store: Where the hosts meet.
+        served: The store where the hosts meet.
         number: 0 on the host that serves the store, and ends last; None elsewhere.
         seconds: How long to send on each way.
         patience: Seconds to wait for all hosts.
@@ -61,6 +66,7 @@ def take_part(store: dist.Store, number: int | None, seconds: float, patience: f
     Raises:
         TimeoutError: Hosts have not come, or have gone.
     """
+    store = AnsweringStore(served, time.monotonic() + patience)
     word, count = store.get(_WORD).decode(), int(store.get(f"{_COUNT}/wanted"))
     me = store.add(_COUNT, 1) - 1 if number is None else number
     if me >= count:
@@ -108,9 +114,13 @@ def _way(other: dict[str, Any], tried: list[Attempt], word: str, seconds: float)
         return as_dict(Way(address, stalled=True))
 
 
-def _awaited(store: dist.Store, key: str, seconds: float, what: str, count: int) -> Any:
+def _awaited(store: AnsweringStore, key: str, seconds: float, what: str, count: int) -> Any:
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        end = time.monotonic() + seconds
+        while not store.check([key]):
+            if time.monotonic() > end:
+                raise dist.DistError(key)
+            time.sleep(_POLL)
         return json.loads(store.get(key))
     except (dist.DistError, RuntimeError) as error:
         came = [i for i in range(count) if store.check([_HOST.format(i)])]

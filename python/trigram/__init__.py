@@ -29,6 +29,7 @@ from trigram.collectives.calls import (
 )
 from trigram.collectives.messages import recv, send
 from trigram.collectives.work import Work
+from trigram.elastic.calls import elastic_all_gather
 from trigram.elastic.draining import drain, draining
 from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (
@@ -102,6 +103,7 @@ __all__ = [
     "ddp_hook",
     "drain",
     "draining",
+    "elastic_all_gather",
     "empty",
     "gather",
     "init",

@@ -30,6 +30,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import draining, joining, local_state, losses, membership, orders, places
+from trigram.elastic.answers import Answers
 from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
 from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, logs, world
@@ -84,6 +85,10 @@ class ElasticHooks(Protocol):
 
     in_step: bool
     steps: int
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights must not change now, as the mean of them does that a change of members takes."""
 
     @property
     def shared(self) -> SharedState:
@@ -303,7 +308,8 @@ class ElasticModel:
     def abort_calls(self) -> None:
         """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
         self.groups.line.clear()
-        groups = self.groups.main, self.groups.second_phase, self.groups.control, self.everyone
+        mine = job.here().part(Answers).group()
+        groups = self.groups.main, self.groups.second_phase, self.groups.control, self.everyone, mine
         for group in {id(g): g for g in groups}.values():
             group.core.abort(
                 group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
@@ -335,6 +341,7 @@ class ElasticModel:
                 after a loss, except while some ranks have yet to complete the last step.
             src: Of no effect here.
         """
+        job.here().part(Answers).alone = False
         if self._mine().change_pending:
             recover(boundary=True)
         while True:
@@ -399,6 +406,7 @@ class ElasticModel:
         """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all
         that belongs to it (schedulers, its own counters), so that a joining rank receives a complete
         state."""
+        job.here().part(Answers).alone = False
         if self.agreed(self._mine().change_pending or self.is_called()):
             self.regroup()
             self._end_step()
@@ -506,6 +514,11 @@ class _Models(Part):
         return [m for m in self.models if m.model() is not None and m.members is group]
 
 
+def trained() -> list[ElasticModel]:
+    """The models of the present job."""
+    return job.here().part(_Models).of(current()[0].group)
+
+
 def add(part: ElasticModel) -> None:
     """Registers a model. All ranks make their models in the same order.
 
@@ -562,6 +575,7 @@ def join_job() -> None:
     if not joining.must_join():
         return
     joining.join()
+    job.here().part(Answers).alone = True
     now, known = current()[0], job.here().part(_Models)
     # The members make the same call at the end of `recover`.
     with losses.caught() as lost:
@@ -586,6 +600,8 @@ def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = 
     touched = mine.replicas.touched(ranks_that(newcomer, group))
     newcomers = [r for r in group.ranks if r in touched]
     mine.newcomer = group.ranks[group.rank] in touched
+    calls = job.here().part(Answers)
+    calls.settle(group, calls.alone)
     source = places.first([r for r in group.ranks if r not in newcomers])
     return MembershipChange(newcomers, source, commit, True, behind)
 
@@ -685,6 +701,14 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
     raise SystemExit(draining.exit_status(asked))
 
 
+def regroup() -> None:
+    """Goes on after a loss in a call that the model knows nothing of; like ``ElasticModel.regroup``."""
+    if models := trained():
+        models[0].regroup(boundary=False)
+    else:
+        recover(boundary=False)
+
+
 def public_recover() -> Group:
     """Continues with the remaining ranks after ``PeerLostError``, in a job that ``init(elastic=True)`` began.
 
@@ -708,7 +732,7 @@ def public_recover() -> Group:
         join_job()
         _, mine = current()
         if not job.here().part(_Models).models:
-            mine.newcomer = False
+            mine.newcomer = job.here().part(Answers).alone = False
     else:
         recover()
     return world.current().group

@@ -190,6 +190,11 @@ class StepHooks:
 
     # Elastic jobs.
 
+    @property
+    def keeps_weights(self) -> bool:
+        """See :class:`trigram.elastic.recovery.ElasticHooks`."""
+        return False
+
     def between_steps(self) -> None:
         """The script begins a step outside of this model, whose parameters are shards of another."""
         self.abort_failed()

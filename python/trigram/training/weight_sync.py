@@ -263,6 +263,11 @@ class WeightSync(StepHooks):
         if due:
             self.looks.remember()
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Backward needs the weights of the forward pass."""
+        return self.tracker.begun
+
     def meta(self) -> dict[str, Any]:
         """See :class:`StepHooks`."""
         return {**super().meta(), "pieces": self.pieces}

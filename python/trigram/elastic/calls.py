@@ -1,0 +1,80 @@
+"""``trigram.elastic_all_gather``: a collective of the script's own that the loss of a rank does not end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trigram.collectives import serialization
+from trigram.elastic import joining, losses, recovery
+from trigram.elastic.answers import Answers
+from trigram.elastic.membership import Membership
+from trigram.errors import MisuseError
+from trigram.runtime import job, world
+from trigram.runtime.records import all_gather_bytes
+
+_WHAT = "elastic_all_gather"
+
+
+def elastic_all_gather(value: Any) -> list[Any]:
+    """Gathers a value of each rank; in an elastic job it goes on when ranks are lost meanwhile.
+
+    Its answer is the same on all ranks that remain, also where some had it before the loss and others not.
+    So what a script decides by it, such as to stop, all decide alike::
+
+        losses = trigram.elastic_all_gather(float(loss))
+        if sum(losses) / len(losses) < goal:
+            break
+
+    All ranks call it, the same number of times between two steps, and outside of backward passes; where
+    weights are averaged, outside of steps. A rank that joins calls it alone until its first step begins, and
+    gets its own value. Ranks that have joined in this step and spares call it too, and the answer is without
+    their values. In jobs that are not elastic it gathers from all ranks.
+
+    Args:
+        value: None, bools, numbers, strings, tensors, and lists, tuples and dicts of them.
+
+    Returns:
+        The values, by rank; tensors are on the CPU.
+
+    Raises:
+        MisuseError: A forward pass has begun a step, and the algorithm averages weights: a rank that is lost
+            now would change them before the backward pass.
+        UnsupportedError: The value contains an object of another type.
+        PeerLostError: The ranks that this rank reaches are too few to continue the job.
+        TimeoutError: A rank has not called it within ``op_timeout`` seconds.
+    """
+    now = world.current()
+    mine = now.elastic
+    data = serialization.pack(value, _WHAT)
+    if not isinstance(mine, Membership):
+        return _values(all_gather_bytes(now.group, data.numpy().tobytes()))
+    calls = job.here().part(Answers)
+    if joining.must_join() or calls.alone:
+        return [serialization.unpack(data, now.rank)]
+    if any(model.hooks.keeps_weights for model in recovery.trained()):
+        raise MisuseError(
+            f"{_WHAT}: the algorithm averages weights, and a forward pass has begun a step; call it before "
+            "the forward pass, or after the update"
+        )
+    number = calls.done + 1
+    while calls.done < number:
+        mine = recovery.current()[1]
+        counts = not mine.newcomer and now.rank in mine.training()
+        with losses.caught() as lost:
+            gathered = all_gather_bytes(calls.group(), data.numpy().tobytes() if counts else b"")
+            calls.complete(serialization.pack([_tensor(each) for each in gathered], _WHAT).numpy().tobytes())
+        if losses.agreed(bool(lost)):
+            recovery.regroup()
+    kept = serialization.unpack(_tensor(calls.last), now.rank)
+    return _values([each.numpy().tobytes() for each in kept])
+
+
+def _values(gathered: list[bytes]) -> list[Any]:
+    """What ranks have given; those that do not count give nothing."""
+    return [serialization.unpack(_tensor(data), place) for place, data in enumerate(gathered) if data]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

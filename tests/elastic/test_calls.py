@@ -1,0 +1,175 @@
+"""``elastic_all_gather``: what a script gathers is the same on all remaining ranks, whoever is lost when."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import trigram
+from tests.support.checks import raises, says
+from tests.support.elastic_run import loss_of, model, optimizer, weights
+from tests.support.harness import Died, Ranks, await_flag, flag, run, say, scratch, until
+from tests.support.marks import long
+from trigram.elastic import calls, membership
+
+pytestmark = pytest.mark.waits
+
+Answers = list[tuple[int, str, list[Any]]]
+
+
+def _gathers(
+    rank: int,
+    world: int,
+    steps: int | None,
+    algorithm: str,
+    miss: dict[str, Any] | None = None,
+    again: bool = False,
+) -> tuple[Answers, torch.Tensor]:
+    """A training that gathers before a step, in it, and twice after it; its answers, and the weights. Without
+    `steps` it goes on until a rank sees the flag "stop".
+
+    `miss`: a rank that is `late` gets no answer of a call, because the one that `dies` is lost, while the
+    others have it and go on.
+    """
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    options: dict[str, Any] = {"every": 3} if algorithm == "local_sgd" else {}
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **options)
+    answers: Answers = []
+
+    def ask(step: int, where: str) -> bool:
+        here = miss is not None and not again and (step, where) == miss["at"]
+        real = calls.all_gather_bytes
+        if here and miss is not None and rank == miss["late"]:
+
+            def lost(*arguments: Any) -> Any:
+                real(*arguments)
+                until(membership.has_lost, 60)
+                raise trigram.PeerLostError("lost in the call", miss["dies"])
+
+            calls.all_gather_bytes = lost
+        stop = (scratch() / "flag-stop").exists()
+        mine = {"rank": rank, "step": step, "stop": stop, "t": torch.full((2,), float(rank))}
+        value = trigram.elastic_all_gather(mine)
+        calls.all_gather_bytes = real
+        assert all(torch.equal(v["t"], torch.full((2,), float(v["rank"]))) for v in value)
+        assert {v["step"] for v in value} == {step}, value
+        answers.append((step, where, [v["rank"] for v in value]))
+        if here and miss is not None and rank == miss["dies"]:
+            await_flag("has it")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here:
+            flag("has it")
+        return any(v["stop"] for v in value)
+
+    if again:
+        assert trigram.elastic_all_gather(rank) == [rank], "a rank that joins asks nobody"
+    for step in itertools.count(trigram.stats(net)["steps"]):
+        if not again or answers:
+            ask(step, "before")
+        loss = loss_of(net, step, rank)
+        if algorithm == "local_sgd":
+            says(raises(trigram.MisuseError, trigram.elastic_all_gather, rank), "before the forward pass")
+        else:
+            ask(step, "inside")
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        ask(step, "after")
+        if step % 10 == 0 or again:
+            say(step)
+        stop = ask(step, "after again")
+        if stop if steps is None else step + 1 == steps:
+            break
+    trigram.shutdown()
+    # Between two averaging steps of local SGD each rank has its own.
+    return answers, torch.zeros(1) if algorithm == "local_sgd" else weights(net)
+
+
+def _compare(results: list[Any], whole: int) -> dict[tuple[int, str], list[int]]:
+    """All have had the same answers while they took part, and have the same weights; returns the answers."""
+    first = {(step, where): who for step, where, who in results[whole][0]}
+    for answers, final in (r for r in results if not isinstance(r, Died)):
+        for step, where, who in answers:
+            assert who == first[step, where], (step, where, who, first[step, where])
+        torch.testing.assert_close(final, results[whole][1], rtol=0, atol=0)
+    return first
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", long("sharded"), long("bytegrad")])
+@pytest.mark.parametrize("where", ["before", "inside", long("after"), "after again"])
+@pytest.mark.parametrize("late", [0, long(1)])
+def test_who_missed_the_answer_gets_that_of_the_others(algorithm: str, where: str, late: int) -> None:
+    """The others are in the next call, or in the next step, or in the middle of this one."""
+    if (algorithm, where) == ("local_sgd", "inside"):
+        pytest.skip("refused")
+    miss = {"at": (5, where), "dies": 2, "late": late}
+    with Ranks(3, _gathers, 12, algorithm, miss, transport="tcp") as ranks:
+        results = ranks.results(90, dies=[2])
+    answers = _compare(results, 0)
+    assert len(answers) == 12 * (3 if algorithm == "local_sgd" else 4)
+    assert answers[5, where] == [0, 1, 2], "its value was in the answer that others had"
+    assert answers[11, "after"] == [0, 1]
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", long("local_sgd"), long("sharded")])
+@pytest.mark.parametrize("seed", [0, *map(long, range(1, 6))])
+def test_ranks_are_killed_at_any_time_and_come_back(algorithm: str, seed: int) -> None:
+    """Four times, one of four ranks; the calls of those that remain, and of those that join, agree."""
+    chance = random.Random(seed)
+    with Ranks(4, _gathers, None, algorithm, transport="tcp") as ranks:
+        for _ in range(4):
+            victim = chance.randrange(1, 4)
+            said = len(ranks.ranks[0].said)
+            until(lambda said=said: ranks.hear(0.05) and len(ranks.ranks[0].said) > said + 2, 60)
+            time.sleep(chance.random() / 5)
+            ranks.signal(victim, signal.SIGKILL)
+            ranks.restart(victim, _gathers, None, algorithm, None, True)
+            until(lambda v=victim: ranks.hear(0.05) and ranks.ranks[v].said, 60, "it has joined")
+        (ranks.dir / "flag-stop").touch()
+        answers = _compare(ranks.results(60), 0)
+    assert answers[0, "before"] == [*answers.values()][-1] == [0, 1, 2, 3]
+    assert any(len(who) == 3 for who in answers.values())
+
+
+def _plain(rank: int, world: int) -> list[Any]:
+    trigram.init()
+    error = raises(trigram.UnsupportedError, trigram.elastic_all_gather, {"x": object()})
+    says(error, "elastic_all_gather", "object")
+    return trigram.elastic_all_gather([None, rank, "ä" * rank])
+
+
+def test_a_job_of_fixed_ranks() -> None:
+    assert run(3, _plain) == [[[None, 0, ""], [None, 1, "ä"], [None, 2, "ää"]]] * 3
+
+
+def _without_a_model(rank: int, world: int) -> list[Any]:
+    trigram.init(elastic=True)
+    before = trigram.elastic_all_gather(rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [before, trigram.elastic_all_gather(rank), trigram.elastic_all_gather(rank)]
+
+
+def test_without_a_model() -> None:
+    with Ranks(3, _without_a_model, transport="tcp") as ranks:
+        results = ranks.results(60, dies=[1])
+    assert results[0] == results[2] == [[0, 1, 2], [0, 2], [0, 2]]
+
+
+def _spare(rank: int, world: int) -> list[Any]:
+    trigram.init(elastic=True, spare=rank == 2)
+    return trigram.elastic_all_gather(rank)
+
+
+def test_what_a_spare_has_does_not_count() -> None:
+    assert run(3, _spare) == [[0, 1]] * 3

@@ -22,6 +22,10 @@ from trigram.elastic import calls, membership
 pytestmark = pytest.mark.waits
 
 Answers = list[tuple[int, str, list[Any]]]
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"every": 3}, "diloco": {"every": 3}, "decentralized": {}, "async": {}
+}  # fmt: skip
+"""Algorithms that average weights."""
 
 
 def _gathers(
@@ -42,13 +46,14 @@ def _gathers(
     trigram.init(elastic=True)
     net = model()
     opt = optimizer(net)
-    options: dict[str, Any] = {"every": 3} if algorithm == "local_sgd" else {}
-    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **options)
+    net = trigram.with_bagua(
+        net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **WEIGHTS.get(algorithm, {})
+    )
     answers: Answers = []
 
     def ask(step: int, where: str) -> bool:
         here = miss is not None and not again and (step, where) == miss["at"]
-        real = calls.all_gather_bytes
+        real = calls.gather
         if here and miss is not None and rank == miss["late"]:
 
             def lost(*arguments: Any) -> Any:
@@ -56,11 +61,11 @@ def _gathers(
                 until(membership.has_lost, 60)
                 raise trigram.PeerLostError("lost in the call", miss["dies"])
 
-            calls.all_gather_bytes = lost
+            calls.gather = lost
         stop = (scratch() / "flag-stop").exists()
         mine = {"rank": rank, "step": step, "stop": stop, "t": torch.full((2,), float(rank))}
         value = trigram.elastic_all_gather(mine)
-        calls.all_gather_bytes = real
+        calls.gather = real
         assert all(torch.equal(v["t"], torch.full((2,), float(v["rank"]))) for v in value)
         assert {v["step"] for v in value} == {step}, value
         answers.append((step, where, [v["rank"] for v in value]))
@@ -77,7 +82,7 @@ def _gathers(
         if not again or answers:
             ask(step, "before")
         loss = loss_of(net, step, rank)
-        if algorithm == "local_sgd":
+        if algorithm in WEIGHTS:
             says(raises(trigram.MisuseError, trigram.elastic_all_gather, rank), "before the forward pass")
         else:
             ask(step, "inside")
@@ -91,8 +96,8 @@ def _gathers(
         if stop if steps is None else step + 1 == steps:
             break
     trigram.shutdown()
-    # Between two averaging steps of local SGD each rank has its own.
-    return answers, torch.zeros(1) if algorithm == "local_sgd" else weights(net)
+    # Between two averaging steps each rank has weights of its own.
+    return answers, torch.zeros(1) if algorithm in WEIGHTS else weights(net)
 
 
 def _compare(results: list[Any], whole: int) -> dict[tuple[int, str], list[int]]:
@@ -116,12 +121,12 @@ def test_who_missed_the_answer_gets_that_of_the_others(algorithm: str, where: st
     with Ranks(3, _gathers, 12, algorithm, miss, transport="tcp") as ranks:
         results = ranks.results(90, dies=[2])
     answers = _compare(results, 0)
-    assert len(answers) == 12 * (3 if algorithm == "local_sgd" else 4)
+    assert len(answers) == 12 * (3 if algorithm in WEIGHTS else 4)
     assert answers[5, where] == [0, 1, 2], "its value was in the answer that others had"
     assert answers[11, "after"] == [0, 1]
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", long("local_sgd"), long("sharded")])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", *map(long, [*WEIGHTS, "sharded"])])
 @pytest.mark.parametrize("seed", [0, *map(long, range(1, 6))])
 def test_ranks_are_killed_at_any_time_and_come_back(algorithm: str, seed: int) -> None:
     """Four times, one of four ranks; the calls of those that remain, and of those that join, agree."""

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from trigram import collectives
 from trigram.collectives import serialization
+from trigram.collectives.consistency import tell_all
 from trigram.elastic import joining, losses, recovery
 from trigram.elastic.answers import Answers
 from trigram.elastic.membership import Membership
 from trigram.errors import MisuseError
 from trigram.runtime import job, world
-from trigram.runtime.records import all_gather_bytes
+from trigram.runtime.group import Group
 
 _WHAT = "elastic_all_gather"
 
@@ -49,7 +51,7 @@ def elastic_all_gather(value: Any) -> list[Any]:
     mine = now.elastic
     data = serialization.pack(value, _WHAT)
     if not isinstance(mine, Membership):
-        return _values(all_gather_bytes(now.group, data.numpy().tobytes()))
+        return _values(gather(data.numpy().tobytes(), now.group))
     calls = job.here().part(Answers)
     if joining.must_join() or calls.alone:
         return [serialization.unpack(data, now.rank)]
@@ -63,12 +65,23 @@ def elastic_all_gather(value: Any) -> list[Any]:
         mine = recovery.current()[1]
         counts = not mine.newcomer and now.rank in mine.training()
         with losses.caught() as lost:
-            gathered = all_gather_bytes(calls.group(), data.numpy().tobytes() if counts else b"")
+            gathered = gather(data.numpy().tobytes() if counts else b"", calls.group())
             calls.complete(serialization.pack([_tensor(each) for each in gathered], _WHAT).numpy().tobytes())
         if losses.agreed(bool(lost)):
             recovery.regroup()
     kept = serialization.unpack(_tensor(calls.last), now.rank)
     return _values([each.numpy().tobytes() for each in kept])
+
+
+def gather(mine: bytes, group: Group) -> list[bytes]:
+    """The byte strings of all ranks. Unlike :func:`trigram.runtime.records.all_gather_bytes` it serves the
+    averages that go on in the background, for which ranks wait that have not come yet."""
+    sizes = [size for (size,) in tell_all([len(mine)], group)]
+    padded = _tensor(mine.ljust(max(sizes), b"\0"))
+    everyone = torch.empty(group.size, max(sizes), dtype=torch.uint8, device="cpu")
+    if max(sizes):
+        collectives.all_gather(everyone, padded, group)
+    return [row.numpy().tobytes()[:size] for row, size in zip(everyone, sizes, strict=True)]
 
 
 def _values(gathered: list[bytes]) -> list[Any]:
@@ -77,4 +90,8 @@ def _values(gathered: list[bytes]) -> list[Any]:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

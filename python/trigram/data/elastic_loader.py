@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -92,6 +93,17 @@ class ElasticLoader:
         """Steps of a whole epoch, with as many ranks as there are now."""
         dealing = self._dealing
         return Dealing(dealing.samples, dealing.batch, None).steps(len(self._holders()))
+
+    def steps_left(self, after: bool) -> int:
+        """Steps of this epoch beyond the one whose batch was the last, for loops that count.
+
+        Args:
+            after: That step is over, so that it is known who has counted in it; else as if nobody is lost.
+        """
+        dealing = replace(self._dealing, returned=list(self._dealing.returned))
+        if dealing.holders:
+            dealing.settle(self._counted() if after else dealing.holders)
+        return dealing.steps(len(self._holders()))
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches until the end of the epoch; after a resumed one, those that are left."""

@@ -1,0 +1,338 @@
+"""Elastic jobs in Lightning 2: ``Trainer(strategy="trigram_elastic")``.
+
+Lightning's own strategies for several ranks need a process group, which the loss of a rank ends. This one has
+none: gradients travel through :func:`trigram.with_bagua`, metrics and decisions through
+:func:`trigram.elastic_all_gather`, and both go on when ranks are lost. Interface: Lightning 2.6,
+``lightning/pytorch/strategies/strategy.py``, ``loops/fit_loop.py`` and ``loops/training_epoch_loop.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+import trigram
+from trigram.algorithms.trigram import Trigram
+from trigram.data import ElasticLoader
+from trigram.elastic.draining import Draining
+from trigram.errors import MisuseError
+
+try:
+    from lightning.pytorch.loops.loop import _Loop
+    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+    from lightning.pytorch.trainer import call
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import rank_zero_only
+except ImportError as e:
+    raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
+
+_REDUCTIONS = {
+    "mean": lambda t: t.float().mean(0) if not t.is_floating_point() else t.mean(0),
+    "sum": lambda t: t.sum(0),
+    "max": lambda t: t.amax(0),
+    "min": lambda t: t.amin(0),
+}
+
+
+class TrigramElasticStrategy(SingleDeviceStrategy):
+    """Trains a LightningModule in an elastic job: ranks may be lost, and join, while ``fit`` runs.
+
+    The script is started once per rank, as by ``trigram run -n 4 --restarts 10 train.py``, and is the same on
+    a rank that joins. It gets weights, optimizer, schedulers, callbacks' states, and the place in the epoch::
+
+        loader = trigram.data.ElasticLoader(dataset, batch_size=32)
+        trainer = Trainer(strategy="trigram_elastic", max_epochs=10)
+        trainer.fit(module, loader)
+
+    Each rank validates all batches of its loader. ``self.log(..., sync_dist=True)``, ``EarlyStopping``,
+    ``ModelCheckpoint`` and loggers work; what only rank 0 does, the lowest remaining rank does.
+
+    Args:
+        algorithm: As for :func:`trigram.with_bagua`, of those that average gradients.
+        options: The other arguments of :func:`trigram.with_bagua`; ``elastic`` names more objects with state.
+        device: Where the module is; None: the GPU ``$LOCAL_RANK``, or the CPU if there is none.
+        **more: The arguments of Lightning's ``SingleDeviceStrategy``.
+
+    Raises:
+        MisuseError: The training loader is no ``ElasticLoader``, or an argument of the ``Trainer`` divides a
+            step or an epoch: ``accumulate_grad_batches``, ``limit_train_batches``, ``overfit_batches``.
+    """
+
+    strategy_name = "trigram_elastic"
+
+    def __init__(
+        self,
+        algorithm: str | Trigram | None = None,
+        options: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        **more: Any,
+    ) -> None:
+        self.algorithm, self.options = algorithm, dict(options or {})
+        self._trainer: Any = None
+        self._asked_by_signal: Any = None
+        self._entered = False
+        super().__init__(device or _own_device(), **more)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers ``trigram_elastic``."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="Elastic jobs of Trigram")
+
+    # Who this rank is.
+
+    @property
+    def global_rank(self) -> int:
+        """Its place among the ranks that train now; -1 while it joins."""
+        return trigram.rank() if self._entered else int(os.environ.get("RANK", "0"))
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        """Lightning's own strategy sets it once; here it changes."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train now."""
+        return trigram.world_size() if self._entered else int(os.environ.get("WORLD_SIZE", "1"))
+
+    @world_size.setter
+    def world_size(self, size: int) -> None:
+        """As for the rank."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes logs and checkpoints now."""
+        return self.global_rank == 0
+
+    def _follow_ranks(self) -> None:
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # set by Lightning alike
+
+    # Beginning and end.
+
+    def setup_environment(self) -> None:
+        """Enters the job."""
+        super().setup_environment()
+        if not trigram.is_initialized():
+            trigram.init(elastic=True)
+        self._entered = True
+        handler = signal.getsignal(signal.SIGTERM)
+        if isinstance(getattr(handler, "__self__", None), Draining):  # no handler of the script's own
+            self._asked_by_signal = handler
+        self._follow_ranks()
+
+    def setup(self, trainer: Any) -> None:
+        """See Lightning's strategy; refuses what divides a step or an epoch."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            for name, whole in (
+                ("accumulate_grad_batches", 1),
+                ("overfit_batches", 0.0),  # before what it sets
+                ("limit_train_batches", 1.0),
+            ):
+                if (given := getattr(trainer, name)) != whole:
+                    raise MisuseError(
+                        f"trigram_elastic: Trainer({name}={given}) is not supported: ElasticLoader deals the "
+                        "samples of whole steps and epochs"
+                    )
+        self._trainer = trainer
+        super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        """SIGTERM asks this rank to leave, see :func:`trigram.drain`; Lightning would end it in this step."""
+        if self._asked_by_signal is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._asked_by_signal)
+        super().on_train_start()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the module's optimizers, then wraps the module; a rank that is late joins here."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None
+        if trigram.is_wrapped(module):
+            raise MisuseError(
+                "trigram_elastic: fit has been called on this module before, and ranks may join it at any "
+                "step; call trigram.shutdown() first, on all ranks"
+            )
+        if len(self.optimizers) != 1:
+            raise MisuseError(
+                f"trigram_elastic: the module has {len(self.optimizers)} optimizers; one makes the step that "
+                "counts or is made again"
+            )
+        options = dict(self.options)
+        more = options.pop("elastic", None)
+        states = [_TrainerState(self), *(more if isinstance(more, list | tuple) else [])]
+        options.setdefault("optimizer", self.optimizers[0])
+        trigram.with_bagua(module, self.algorithm, elastic=states, **options)
+        self._follow_ranks()
+
+    # The loop.
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The training loader has the loop know how many steps are left, which changes with the ranks."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+            return dataloader
+        if not isinstance(dataloader, ElasticLoader):
+            raise MisuseError(
+                f"trigram_elastic: the training loader is a {type(dataloader).__name__}; make it a "
+                "trigram.data.ElasticLoader(dataset, batch_size=...), which deals each sample to a rank that "
+                "is there"
+            )
+        return _Counted(dataloader, self)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``training_step`` through the module's own call, in which the ranks meet before a pass."""
+        module = self.lightning_module
+        assert module is not None
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the step; then the loop knows what is left of the epoch, whoever was lost or has joined."""
+        result = super().optimizer_step(*args, **kwargs)
+        loop = self._trainer.fit_loop
+        left = self._loader().steps_left(after=True)
+        progress, fetcher = loop.epoch_loop.batch_progress, loop._data_fetcher
+        progress.is_last_batch = fetcher.done = left == 0
+        fetcher.length = fetcher.fetched + left
+        loop.max_batches = progress.current.ready + left
+        self._follow_ranks()
+        return result
+
+    def _loader(self) -> ElasticLoader:
+        (counted,) = self._trainer.fit_loop._combined_loader.flattened
+        loader: ElasticLoader = counted.loader
+        return loader
+
+    def before_batch(self) -> None:
+        """The loop is about to get a batch."""
+        loop = self._trainer.fit_loop
+        left = self._loader().steps_left(after=False)
+        loop._data_fetcher.length = loop._data_fetcher.fetched + 1 + left
+        loop.max_batches = loop.epoch_loop.batch_progress.current.ready + 1 + left
+        if self._trainer.val_check_interval == 1.0:
+            self._trainer.val_check_batch = float("inf")  # after the last batch, whichever that is
+
+    # What ranks tell each other.
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """The values of the ranks that train; after this one has left, its own."""
+        return trigram.elastic_all_gather(value) if trigram.is_initialized() else [value]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the ranks that train; the mean unless another operation is named."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        name = "mean" if name == "avg" else name
+        if name not in _REDUCTIONS:
+            raise MisuseError(f"trigram_elastic: reduce_op={reduce_op} is none of {', '.join(_REDUCTIONS)}")
+        gathered = torch.stack(self._of_all(tensor.detach()))
+        return _REDUCTIONS[name](gathered).to(tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Of the ranks that train, along a new first dimension; without gradients."""
+        return torch.stack(self._of_all(tensor.detach())).to(tensor.device)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Ends when all ranks have called it."""
+        self._of_all(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of the lowest rank that trains."""
+        sent = os.fspath(obj) if isinstance(obj, os.PathLike) else obj
+        return self._of_all(sent)[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or one does."""
+        said = self._of_all(bool(decision))
+        return min(said) if all else max(said)
+
+
+class _Counted:
+    """An ElasticLoader as Lightning's loop reads it: without a step more to see that an epoch is over."""
+
+    def __init__(self, loader: ElasticLoader, strategy: TrigramElasticStrategy) -> None:
+        self.loader, self._strategy = loader, strategy
+
+    def __len__(self) -> int:
+        return len(self.loader) if trigram.is_initialized() else 0  # this rank has left
+
+    def __iter__(self) -> Iterator[Any]:
+        # The loop leaves an epoch after its last batch, before the loader has seen that it was the last.
+        for _ in range(2):
+            batches = 0
+            for batch in self.loader:
+                batches += 1
+                self._strategy.before_batch()
+                yield batch
+            if batches:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _TrainerState:
+    """What a rank that joins needs of the Trainer, beside the module and its optimizer."""
+
+    averages_gradients_only = True
+
+    def __init__(self, strategy: TrigramElasticStrategy) -> None:
+        self._strategy = strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        strategy, trainer = self._strategy, self._strategy._trainer
+        loop = trainer.fit_loop
+        return {
+            "loops": loop.state_dict(),
+            "loader": [each.state_dict() for each in _loaders(loop)],
+            "schedulers": [each.scheduler.state_dict() for each in strategy.lr_scheduler_configs],
+            "precision": strategy.precision_plugin.state_dict(),
+            "callbacks": call._call_callbacks_state_dict(trainer),
+            "val_check_batch": trainer.val_check_batch,
+            "should_stop": trainer.should_stop,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        strategy, trainer = self._strategy, self._strategy._trainer
+        loop = trainer.fit_loop
+        loop.load_state_dict(state["loops"])
+        _goes_on(loop)
+        for loader, theirs in zip(_loaders(loop), state["loader"], strict=True):
+            loader.load_state_dict(theirs)
+        for each, theirs in zip(strategy.lr_scheduler_configs, state["schedulers"], strict=True):
+            each.scheduler.load_state_dict(theirs)
+        strategy.precision_plugin.load_state_dict(state["precision"])
+        call._call_callbacks_load_state_dict(trainer, state)
+        trainer.val_check_batch, trainer.should_stop = state["val_check_batch"], state["should_stop"]
+
+
+def _loaders(loop: Any) -> list[_Counted]:
+    found = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    return [each for each in found if isinstance(each, _Counted)]
+
+
+def _goes_on(loop: Any) -> None:
+    """The loop is in the middle of a step, as is that of the rank that has sent its state: it does not
+    restart."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for inner in vars(loop).values():
+        if isinstance(inner, _Loop):
+            _goes_on(inner)
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+TrigramElasticStrategy.register_strategies(StrategyRegistry)

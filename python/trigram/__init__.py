@@ -29,7 +29,6 @@ from trigram.collectives.calls import (
 )
 from trigram.collectives.messages import recv, send
 from trigram.collectives.work import Work
-from trigram.elastic.calls import elastic_all_gather
 from trigram.elastic.draining import drain, draining
 from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (
@@ -54,6 +53,7 @@ from trigram.model.checkpoint import algorithm_state, load_algorithm_state
 from trigram.model.consensus import consensus, consensus_state_dict
 from trigram.model.counters import stats
 from trigram.model.ddp import DistributedDataParallel
+from trigram.model.elastic_gather import elastic_all_gather
 from trigram.model.shards import local_shards
 from trigram.model.with_bagua import is_wrapped, switch, unwrap, with_bagua
 from trigram.observe import dump as _dump  # noqa: F401  # so that TRIGRAM_DUMP works

@@ -17,7 +17,8 @@ from tests.support.checks import raises, says
 from tests.support.elastic_run import loss_of, model, optimizer, weights
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say, scratch, until
 from tests.support.marks import long
-from trigram.elastic import calls, membership
+from trigram.elastic import membership
+from trigram.model import elastic_gather
 
 pytestmark = pytest.mark.waits
 
@@ -53,7 +54,7 @@ def _gathers(
 
     def ask(step: int, where: str) -> bool:
         here = miss is not None and not again and (step, where) == miss["at"]
-        real = calls.gather
+        real = elastic_gather.gather
         if here and miss is not None and rank == miss["late"]:
 
             def lost(*arguments: Any) -> Any:
@@ -61,11 +62,11 @@ def _gathers(
                 until(membership.has_lost, 60)
                 raise trigram.PeerLostError("lost in the call", miss["dies"])
 
-            calls.gather = lost
+            elastic_gather.gather = lost
         stop = (scratch() / "flag-stop").exists()
         mine = {"rank": rank, "step": step, "stop": stop, "t": torch.full((2,), float(rank))}
         value = trigram.elastic_all_gather(mine)
-        calls.gather = real
+        elastic_gather.gather = real
         assert all(torch.equal(v["t"], torch.full((2,), float(v["rank"]))) for v in value)
         assert {v["step"] for v in value} == {step}, value
         answers.append((step, where, [v["rank"] for v in value]))

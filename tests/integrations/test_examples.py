@@ -17,6 +17,12 @@ def test_of_a_library(name: str) -> None:
     assert min(accuracies) > 0.85 and accuracies[0] == accuracies[1], accuracies
 
 
+def test_lightning_in_an_elastic_job() -> None:
+    pytest.importorskip("lightning")
+    accuracies = run(2, play, "lightning_elastic", timeout=120)
+    assert min(accuracies) > 0.85 and accuracies[0] == accuracies[1], accuracies
+
+
 @pytest.mark.parametrize("ddp", [False, True])
 def test_digits(ddp: bool) -> None:
     found = run(2, play, "train_digits", "--epochs", "4", *["--ddp"] * ddp, timeout=120)

@@ -1,9 +1,9 @@
 """Lightning 2: ``Trainer(strategy="trigram")`` and ``Fabric(strategy="trigram")``.
 
-Importing this module registers the name. Each strategy is Lightning's DDP strategy (launchers, samplers,
-process group) with :func:`trigram.with_bagua` in place of ``DistributedDataParallel``, and torch's
-collectives (metrics, barriers, objects) on the backend ``trigram``. Interface: Lightning 2.6,
-``lightning/pytorch/strategies/ddp.py``.
+Importing this module registers the names, and that of :class:`TrigramElasticStrategy`. The strategies here
+are Lightning's DDP strategy (launchers, samplers, process group) with :func:`trigram.with_bagua` in place of
+``DistributedDataParallel``, and torch's collectives (metrics, barriers, objects) on the backend ``trigram``.
+Interface: Lightning 2.6, ``lightning/pytorch/strategies/ddp.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import trigram
 from trigram.algorithms.trigram import Trigram
 from trigram.errors import MisuseError
 from trigram.integrations import saved_state
+from trigram.integrations.lightning_elastic import TrigramElasticStrategy
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -29,7 +30,7 @@ try:
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
-__all__ = ["TrigramFabricStrategy", "TrigramStrategy"]
+__all__ = ["TrigramElasticStrategy", "TrigramFabricStrategy", "TrigramStrategy"]
 
 
 class _WithAlgorithm:

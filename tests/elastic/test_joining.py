@@ -286,8 +286,9 @@ def test_all_may_meet_once_more() -> None:
     del store
 
 
-def too_late(rank: int, world: int, port: int) -> str:
-    """Rank 2 comes while the job runs, and asks to join when all have left."""
+def too_late(rank: int, world: int, port: int, killed: bool = False) -> str:
+    """Rank 2 comes while the job runs, and asks to join when all have left, or when all are `killed` and the
+    store is another."""
     import torch.distributed as dist
 
     trigram.init(dist.TCPStore("127.0.0.1", port, is_master=False), rank, world, elastic=True)
@@ -295,13 +296,15 @@ def too_late(rank: int, world: int, port: int) -> str:
         flag("late")
         for r in range(2):
             await_flag(f"out{r}")
-        joining._SILENT_SECONDS = 3.0
+        joining._SILENT_SECONDS, joining._EMPTY_SECONDS = (100.0, 3.0) if killed else (3.0, 100.0)
         began = time.monotonic()
         text = raises(trigram.TimeoutError, trigram.recover)
         assert time.monotonic() - began < 30
         return text
     say("in")
     await_flag("late")
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     trigram.shutdown()
     flag(f"out{rank}")
     return ""
@@ -319,6 +322,27 @@ def test_who_asks_to_join_a_job_that_has_ended_is_told() -> None:
         ranks.extra = {"WORLD_SIZE": "3"}
         ranks.restart(2, too_late, port)
         says(ranks.results(60)[2], "rank 2 cannot join", "it has ended")
+    del store
+
+
+def test_who_waits_for_a_job_all_of_whose_ranks_die_is_told() -> None:
+    """Rank 0 has served the store, and serves another when it is started again; the launcher starts this rank
+    again too, and then all meet."""
+    import torch.distributed as dist
+
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with Ranks(2, too_late, port, True) as ranks:
+        for r in range(2):
+            ranks.await_said(r, "in")
+        ranks.extra = {"WORLD_SIZE": "3"}
+        ranks.restart(2, too_late, port, True)
+        until(lambda: not ranks.hear(0.05) or not any(ranks.ranks[r].process.is_alive() for r in (0, 1)), 60)
+        del store
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        for r in range(2):
+            (ranks.dir / f"flag-out{r}").touch()
+        says(ranks.results(60, dies=[0, 1])[2], "rank 2 cannot join", "it has ended; start again")
     del store
 
 

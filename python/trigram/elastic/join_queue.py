@@ -93,6 +93,10 @@ class JobWatch:
         """Whether any job has published its status in this store, alive or not."""
         return self.store.get(STATUS) is not None
 
+    def is_reached(self) -> bool:
+        """Whether the store answered the last call."""
+        return self.store.store is not None
+
     def status(self) -> dict[str, Any] | None:
         """The status of the job; None until it has been seen to change, and when it no longer does."""
         value, now = self.store.get(STATUS), time.monotonic()

@@ -42,6 +42,9 @@ _STEP_TIMEOUT = 15.0
 _SILENT_SECONDS = 60.0
 """A job that has run and says nothing for so long has ended: longer than its ranks need to choose another
 leader on a busy machine."""
+_EMPTY_SECONDS = 20.0
+"""The same where a new store has taken the place of one that died with all members: a leader that is alive
+writes into it within a second."""
 _MOST_MISMATCHES = 3
 """Attempts in a row that fail because settings differ, after which this rank raises the error."""
 _CHECK_EVERY = 0.1
@@ -176,10 +179,11 @@ def join(timeout: float = 300.0) -> None:
     while time.monotonic() < end:
         status = watch.status()
         if status is None:
-            if time.monotonic() - heard > _SILENT_SECONDS and watch.known():
+            limit = _SILENT_SECONDS if watch.known() else _EMPTY_SECONDS
+            if time.monotonic() - heard > limit and watch.is_reached():
                 raise TimeoutError(
                     f"elastic: rank {now.rank} cannot join: the job has run, and no member of it has said "
-                    f"anything for {_SILENT_SECONDS:.0f} s, so it has ended; the last try: {reason}"
+                    f"anything for {limit:.0f} s, so it has ended; start again. The last try: {reason}"
                 )
             time.sleep(0.05)
             continue

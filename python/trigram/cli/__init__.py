@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -111,11 +112,22 @@ def run_command(
         list[str] | None,
         typer.Option(metavar="NAME", help="With --hosts: a variable for all ranks."),
     ] = None,
+    nnodes: Annotated[
+        int, typer.Option(min=1, help="Launchers like this one, one on each machine, that meet.")
+    ] = 1,
+    endpoint: Annotated[
+        str | None,
+        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet: one of the machines."),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the other launchers.")
+    ] = 600.0,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a script on several ranks of this machine, or of several.
 
-    trigram run -n 4 train.py ARGS, or trigram run --hosts a,b -n 4 train.py ARGS
+    trigram run -n 4 train.py ARGS, or trigram run --hosts a,b -n 4 train.py ARGS, or on each machine
+    trigram run --nnodes 2 --rdzv-endpoint a:29400 -n 4 train.py ARGS
 
     If a rank fails, the others are ended. In an elastic job it may be started again (--restarts), or
     the others may go on (--min).
@@ -130,6 +142,10 @@ def run_command(
         raise typer.BadParameter(f"there is no script {command[0]}")
     launch.refuse_inside_job()
     script = [*(["-m"] if module else []), *command]
+    if hosts is not None and endpoint is not None:
+        raise typer.BadParameter(
+            "--hosts starts ranks over ssh, --rdzv-endpoint is for launchers on each host"
+        )
     if hosts is not None:
         if restarts or least is not None:
             raise typer.BadParameter(
@@ -141,21 +157,32 @@ def run_command(
             raise typer.BadParameter("--hosts needs a host or more, with commas in between")
         code = remote.launch(named, ranks, words, ssh=ssh, python=python, port=port, more=env or [])
         raise typer.Exit(code)
+    if nnodes > 1 and endpoint is None:
+        raise typer.BadParameter(
+            f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, one of the machines and a free port there"
+        )
     if least is not None and least > ranks:
         raise typer.BadParameter(f"--min {least} is more than the {ranks} ranks that are started (-n)")
     of = None if part is None else launch.Part.parse(part)
     if tee is not None:
         tee.mkdir(parents=True, exist_ok=True)
-    done = launch.launch(
-        ranks,
-        [sys.executable, *script],
-        show="all",
-        restarts=restarts,
-        least=least,
-        prefix=prefix,
-        tee=tee,
-        part=of,
-    )
+    with ExitStack() as stack:
+        more: dict[str, str] = {}
+        if endpoint is not None:
+            from trigram.cli import nodes  # likewise
+
+            of, more = stack.enter_context(nodes.met(endpoint, nnodes, ranks, patience))
+        done = launch.launch(
+            ranks,
+            [sys.executable, *script],
+            environment=more,
+            show="all",
+            restarts=restarts,
+            least=least,
+            prefix=prefix,
+            tee=tee,
+            part=of,
+        )
     raise typer.Exit(done.code)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,12 @@ def _ssh(folder: Path) -> str:
     return str(fake)
 
 
-def _run(folder: Path, text: str, *words: str, hosts: int = 2, ranks: int = 2) -> subprocess.Popen[str]:
+def _run(
+    folder: Path, text: str, *words: str, hosts: int = 2, ranks: int = 2, more: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     (folder / "my script.py").write_text(text)
     command = [sys.executable, "-m", "trigram", "run", "--hosts", _hosts(hosts), "-n", str(ranks)]
-    command += ["--ssh", _ssh(folder), "--env", "MINE", "my script.py", *words]
+    command += ["--ssh", _ssh(folder), "--env", "MINE", *more, "my script.py", *words]
     env = {**os.environ, "TRIGRAM_SECRET": "it's $HOME, long enough", "MINE": "a b"}
     return subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -62,6 +65,36 @@ def test_ranks_on_two_hosts_train_together(several_hosts: None, tmp_path: Path) 
     lines = sorted(line for line in out.splitlines() if "arguments" not in line)
     assert lines == [f"[{k}] {k} 4 {k % 2} 2 {k // 2} 2 it's $HOME, long enough a b" for k in range(4)], out
     says(out, """arguments ['--lr', "$X 'y'"]""")
+
+
+ELASTIC = """
+import os, pathlib, signal, time, torch, trigram
+torch.set_num_threads(1)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+trigram.init(elastic=True)
+net = trigram.with_bagua(net, optimizer=optimizer, elastic=True)
+died, again = pathlib.Path("died"), pathlib.Path("again")
+for step in range(trigram.stats(net)["steps"], 400):
+    if os.environ["RANK"] == "1" and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if died.exists() and trigram.world_size() == 2:
+        again.touch()
+        break
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_of_another_host_is_started_again(several_hosts: None, tmp_path: Path) -> None:
+    process = _run(tmp_path, ELASTIC, ranks=1, more=["--restarts", "2"])
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert (tmp_path / "again").exists()
+    says(err, "rank 1 was ended by the signal SIGKILL; starting it again", "1 joined")
 
 
 def test_a_rank_that_fails_ends_those_of_other_hosts(several_hosts: None, tmp_path: Path) -> None:

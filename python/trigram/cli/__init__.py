@@ -147,11 +147,9 @@ def run_command(
             "--hosts starts ranks over ssh, --rdzv-endpoint is for launchers on each host"
         )
     if hosts is not None:
-        if restarts or least is not None:
-            raise typer.BadParameter(
-                "--restarts and --min are for ranks of this machine; give --hosts without them"
-            )
-        words = ["--prefix", *([f"--tee={tee}"] if tee else []), *script]
+        if least is not None:
+            raise typer.BadParameter("--min counts the ranks of one machine; give --hosts without it")
+        words = ["--prefix", f"--restarts={restarts}", *([f"--tee={tee}"] if tee else []), *script]
         named, python = remote.hosts(hosts), there or sys.executable
         if not named:
             raise typer.BadParameter("--hosts needs a host or more, with commas in between")

@@ -164,7 +164,7 @@ def launch(
             error_files.append(None if shown else stack.enter_context(tempfile.TemporaryFile()))
             processes.append(start(rank))
         try:
-            code, failed = _watch(processes, signals, timeout, start, restarts, least)
+            code, failed = _watch(processes, signals, timeout, start, restarts, least, first)
         except KeyboardInterrupt:
             end(processes, signals, interrupted=True)
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
@@ -271,6 +271,7 @@ def _watch(
     start: Callable[[int], subprocess.Popen[bytes]],
     restarts: int,
     least: int | None,
+    lowest: int,
 ) -> tuple[int, list[int]]:
     """Waits until all have ended or one has failed for good.
 
@@ -281,6 +282,7 @@ def _watch(
         start: Starts a rank.
         restarts: See `launch`.
         least: See `launch`.
+        lowest: The first of these ranks in the job.
 
     Returns:
         The exit code and the ranks that failed, of which the first to do so is last.
@@ -295,13 +297,14 @@ def _watch(
         for rank, code in enumerate(codes):
             if code == _LEFT and _LEFT in well and rank not in lost:
                 lost.add(rank)
-                sys.stderr.write(f"trigram: rank {rank} has left the job for good\n")
+                sys.stderr.write(f"trigram: rank {lowest + rank} has left the job for good\n")
             if code is None or code in well or rank in lost:
                 continue
             if restarts and 0 not in codes:
                 restarts -= 1
                 sys.stderr.write(
-                    f"trigram: rank {rank} {_how(code)}; starting it again ({restarts} restarts left)\n"
+                    f"trigram: rank {lowest + rank} {_how(code)}; starting it again ({restarts} restarts "
+                    "left)\n"
                 )
                 processes[rank], codes[rank] = start(rank), None
                 again.add(rank)
@@ -311,7 +314,7 @@ def _watch(
                     first = rank
                     continue
                 lost.add(rank)
-                sys.stderr.write(f"trigram: rank {rank} {_how(code)}; the job goes on with {left}\n")
+                sys.stderr.write(f"trigram: rank {lowest + rank} {_how(code)}; the job goes on with {left}\n")
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
         if None not in codes or (first is not None and not (again and 0 in codes)):
             break
@@ -320,7 +323,7 @@ def _watch(
             wait([processes[rank] for rank in late], LATE_SECONDS, signals)
             late = {rank for rank in late if processes[rank].poll() is None}
             if late:
-                names = ", ".join(map(str, sorted(late)))
+                names = ", ".join(str(lowest + rank) for rank in sorted(late))
                 sys.stderr.write(f"trigram: the job has finished without rank(s) {names}, ending them\n")
                 return 0, []
         if deadline is not None and time.monotonic() > deadline:

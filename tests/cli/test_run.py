@@ -143,15 +143,17 @@ def test_a_signal_to_the_launcher_ends_the_ranks(
 
 TOLD_EARLY = """
 from trigram.runtime import launch
-launch.launch(24, ["sh", "-c", "touch pid$$; test $RANK = 0 && kill -TERM $PPID; exec sleep 100"])
+launch.launch(24, ["sh", "-c", "touch pid$$; test $RANK = 0 && kill -{} $PPID; exec sleep 100"])
 """
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_a_signal_while_ranks_are_started_leaves_none(tmp_path: Path, attempt: int) -> None:
-    """The first of them sends it."""
-    with subprocess.Popen([sys.executable, "-c", TOLD_EARLY], cwd=tmp_path) as launcher:
-        assert launcher.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM)
+@pytest.mark.parametrize("signals", ["TERM", "TERM $PPID; kill -HUP"])
+def test_a_signal_while_ranks_are_started_leaves_none(tmp_path: Path, signals: str) -> None:
+    """The first of them sends it; or two, as a terminal that is closed."""
+    with subprocess.Popen([sys.executable, "-c", TOLD_EARLY.format(signals)], cwd=tmp_path) as launcher:
+        assert launcher.wait(60) in {
+            sign * number + 128 * (sign > 0) for number in (1, 15) for sign in (1, -1)
+        }
     started = list(tmp_path.glob("pid*"))
     for file in started:
         with pytest.raises(ProcessLookupError):

@@ -47,6 +47,9 @@ def _gathers(
     trigram.init(elastic=True)
     net = model()
     opt = optimizer(net)
+    if "buffers" in (miss or {}):  # which ranks exchange before each pass
+        net.insert(1, torch.nn.BatchNorm1d(16).double())
+        opt = optimizer(net)
     net = trigram.with_bagua(
         net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **WEIGHTS.get(algorithm, {})
     )
@@ -124,6 +127,16 @@ def test_who_missed_the_answer_gets_that_of_the_others(algorithm: str, where: st
     answers = _compare(results, 0)
     assert len(answers) == 12 * (3 if algorithm in WEIGHTS else 4)
     assert answers[5, where] == [0, 1, 2], "its value was in the answer that others had"
+    assert answers[11, "after"] == [0, 1]
+
+
+@pytest.mark.parametrize("where", ["before", "after again"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_ranks_do_together_before_a_pass_is_made_again(where: str, late: int) -> None:
+    """The rank that has missed an answer comes to it later than the one that was in it."""
+    miss = {"at": (5, where), "dies": 2, "late": late, "buffers": True}
+    with Ranks(3, _gathers, 12, "gradient_allreduce", miss, transport="tcp") as ranks:
+        answers = _compare(ranks.results(60, dies=[2]), 0)
     assert answers[11, "after"] == [0, 1]
 
 

@@ -58,6 +58,7 @@ class Module(lightning.LightningModule):
             self._dies("step")
         loss = nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, sync_dist=True)
+        self.log("most", float(trigram.rank()), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -81,9 +82,15 @@ def _trainer(**more: Any) -> Any:
 
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     folder = scratch() / "checkpoints"
+    more_often = {"every_n_train_steps": 7, "save_on_train_epoch_end": False}
+    often = lightning.pytorch.callbacks.ModelCheckpoint(folder / "often", "{step}", "val", **more_often)
     kept = lightning.pytorch.callbacks.ModelCheckpoint(folder, monitor="val", save_last=True)
     stops = lightning.pytorch.callbacks.EarlyStopping("val", patience=100)
-    given: dict[str, Any] = {"strategy": "trigram_elastic", "max_epochs": EPOCHS, "callbacks": [kept, stops]}
+    given: dict[str, Any] = {
+        "strategy": "trigram_elastic",
+        "max_epochs": EPOCHS,
+        "callbacks": [kept, stops, often],
+    }
     return lightning.Trainer(accelerator="cpu", default_root_dir=scratch(), **{**quiet, **given, **more})
 
 
@@ -99,6 +106,7 @@ def _fitted(rank: int, world: int, pause: float = 0.0, checkpoint: str | None = 
         "weights": torch.cat([p.detach().flatten() for p in module.parameters()]),
         "at": (trainer.current_epoch, trainer.global_step),
         "val": float(trainer.callback_metrics["val"]),
+        "most": float(trainer.callback_metrics["most"]),
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "waited": trainer.early_stopping_callback.wait_count,
         "best": float(trainer.checkpoint_callback.best_model_score),
@@ -136,7 +144,7 @@ def _plainly(rank: int, world: int) -> Tensor:
 def test_it_trains_as_a_loop_does() -> None:
     with Ranks(3, _fitted) as ranks:
         found = _same(ranks.results(120))
-    assert found["at"] == (EPOCHS, EPOCHS * SAMPLES // BATCH // 3)
+    assert found["at"] == (EPOCHS, EPOCHS * SAMPLES // BATCH // 3) and found["most"] == 2
     torch.testing.assert_close(found["weights"], run(3, _plainly)[0], rtol=0, atol=0)
 
 
@@ -188,8 +196,19 @@ def _refused(rank: int, world: int) -> None:
     loader = ElasticLoader(_data(), BATCH)
     error = raises(trigram.MisuseError, _trainer().fit, Module(), DataLoader(_data(), BATCH))
     says(error, "DataLoader", "ElasticLoader(dataset")
-    for more in ({"accumulate_grad_batches": 2}, {"limit_train_batches": 3}, {"overfit_batches": 0.5}):
+    for more in (
+        {"accumulate_grad_batches": 2},
+        {"limit_train_batches": 3},
+        {"limit_train_batches": 1},
+        {"overfit_batches": 0.5},
+    ):
         says(raises(trigram.MisuseError, _trainer(**more).fit, Module(), loader), *more)
+    averages = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)
+    says(raises(trigram.MisuseError, _trainer(callbacks=[averages]).fit, Module(), loader), "Stochastic")
+    two = {"a": loader, "b": ElasticLoader(_data(), BATCH)}
+    trainer = _trainer()
+    trigram.shutdown()
+    says(raises(trigram.MisuseError, trainer.fit, Module(), two), "2 training loaders")
 
 
 def test_what_divides_a_step_or_an_epoch_is_refused() -> None:

@@ -8,6 +8,9 @@ answer; if none has, all make it again.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from trigram.collectives.consistency import tell_all
 from trigram.runtime import job, world
 from trigram.runtime.group import Group
@@ -25,11 +28,13 @@ class Answers(Part):
     Attributes:
         done: So many calls this rank has completed; with those of others before it joined.
         last: The answer of the last one.
+        inside: This rank is in a call.
         alone: This rank joins: it makes calls without the others until its first step begins.
     """
 
     def __init__(self) -> None:
-        self.done, self.last, self.alone = 0, b"", False
+        self.done, self.last = 0, b""
+        self.inside = self.alone = False
         self._made_in: world.World | None = None
         self._group: Group | None = None
 
@@ -40,22 +45,37 @@ class Answers(Part):
             self._made_in, self._group = now, now.beside(now.group, "elastic_all_gather", _KEY)
         return self._group
 
+    @contextlib.contextmanager
+    def called(self) -> Iterator[None]:
+        """A block in which this rank makes a call."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
     def complete(self, answer: bytes) -> None:
         """This rank has made one more call."""
         self.done, self.last = self.done + 1, answer
 
-    def settle(self, group: Group, joins: bool) -> None:
+    def settle(self, group: Group, joins: bool) -> bool:
         """In a new epoch: completes the calls that others have completed. All members call it.
 
         Args:
             group: All members.
             joins: This rank has joined in this epoch.
+
+        Returns:
+            Whether a rank is in a call, so that it has yet to come to what others do who are in none.
         """
-        counts = [done for (done,) in tell_all([_JOINS if joins else self.done], group)]
+        told = tell_all([_JOINS if joins else self.done, int(self.inside)], group)
+        counts = [done for done, _ in told]
         most = max(counts)
         if any(_JOINS < done < most for done in counts):
             self.last = broadcast_bytes(group, self.last, counts.index(most))
         self.done = max(most, self.done)
+        # Not whether one has missed an answer: it may have got it in an epoch that another loss has ended.
+        return any(inside for _, inside in told)
 
     def left(self) -> None:
         """See the class."""

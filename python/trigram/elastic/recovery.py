@@ -134,7 +134,8 @@ class ElasticModel:
         everyone: Ends a step on all members together; of their places only, see :mod:`replicas`, are the
             model's groups.
         is_new: This rank has joined in the present epoch.
-        behind: When the last change of the membership began, some ranks had yet to complete what others had.
+        behind: When the last change of the membership began, some ranks had yet to complete what others had,
+            a step or a call of the script's own: these do again what they do together before a pass.
 
     Raises:
         UnsupportedError: A state holds a value that cannot be sent.
@@ -601,7 +602,7 @@ def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = 
     newcomers = [r for r in group.ranks if r in touched]
     mine.newcomer = group.ranks[group.rank] in touched
     calls = job.here().part(Answers)
-    calls.settle(group, calls.alone)
+    behind |= calls.settle(group, calls.alone)
     source = places.first([r for r in group.ranks if r not in newcomers])
     return MembershipChange(newcomers, source, commit, True, behind)
 

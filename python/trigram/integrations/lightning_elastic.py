@@ -20,9 +20,14 @@ import trigram
 from trigram.algorithms.trigram import Trigram
 from trigram.data import ElasticLoader
 from trigram.elastic.draining import Draining
-from trigram.errors import MisuseError
+from trigram.errors import MismatchError, MisuseError
 
 try:
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        GradientAccumulationScheduler,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer import call
@@ -31,6 +36,12 @@ try:
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
+_CHANGES = BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
+_DECIDED = "_defer_save_until_validation", "_last_global_step_saved"
+"""Of a ModelCheckpoint: what decides whether it saves, and is not in its state."""
+_WHOLE = (
+    "trigram_elastic: Trainer({}) is not supported: ElasticLoader deals the samples of whole steps and epochs"
+)
 _REDUCTIONS = {
     "mean": lambda t: t.float().mean(0) if not t.is_floating_point() else t.mean(0),
     "sum": lambda t: t.sum(0),
@@ -64,6 +75,7 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "trigram_elastic"
+    is_distributed = True  # so that Lightning's metrics are reduced
 
     def __init__(
         self,
@@ -128,16 +140,9 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         """See Lightning's strategy; refuses what divides a step or an epoch."""
         if trainer.state.fn == TrainerFn.FITTING:
-            for name, whole in (
-                ("accumulate_grad_batches", 1),
-                ("overfit_batches", 0.0),  # before what it sets
-                ("limit_train_batches", 1.0),
-            ):
-                if (given := getattr(trainer, name)) != whole:
-                    raise MisuseError(
-                        f"trigram_elastic: Trainer({name}={given}) is not supported: ElasticLoader deals the "
-                        "samples of whole steps and epochs"
-                    )
+            _check(trainer)
+        # ElasticLoader deals the samples for training, and each rank validates all.
+        trainer._accelerator_connector.use_distributed_sampler = False
         self._trainer = trainer
         super().setup(trainer)
 
@@ -145,6 +150,8 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         """SIGTERM asks this rank to leave, see :func:`trigram.drain`; Lightning would end it in this step."""
         if self._asked_by_signal is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._asked_by_signal)
+            # One that came since Lightning has its handler has asked this rank to leave, too.
+            self._trainer._signal_connector.received_sigterm = False
         super().on_train_start()
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -204,12 +211,21 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         return result
 
     def _loader(self) -> ElasticLoader:
-        (counted,) = self._trainer.fit_loop._combined_loader.flattened
-        loader: ElasticLoader = counted.loader
+        found = self._trainer.fit_loop._combined_loader.flattened
+        if len(found) != 1:
+            raise MisuseError(
+                f"trigram_elastic: there are {len(found)} training loaders; make them one ElasticLoader, of "
+                "a dataset that has the samples of all"
+            )
+        loader: ElasticLoader = found[0].loader
         return loader
 
     def before_batch(self) -> None:
         """The loop is about to get a batch."""
+        if self._trainer.accumulate_grad_batches != 1:
+            raise MisuseError(
+                _WHOLE.format(f"accumulate_grad_batches={self._trainer.accumulate_grad_batches}")
+            )
         loop = self._trainer.fit_loop
         left = self._loader().steps_left(after=False)
         loop._data_fetcher.length = loop._data_fetcher.fetched + 1 + left
@@ -219,9 +235,18 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
 
     # What ranks tell each other.
 
-    def _of_all(self, value: Any) -> list[Any]:
+    def _of_all(self, what: str, value: Any) -> list[Any]:
         """The values of the ranks that train; after this one has left, its own."""
-        return trigram.elastic_all_gather(value) if trigram.is_initialized() else [value]
+        if not trigram.is_initialized():
+            return [value]
+        told = trigram.elastic_all_gather([what, value])
+        if others := {theirs for theirs, _ in told} - {what}:
+            raise MismatchError(
+                f"trigram_elastic: this rank calls {what}, and others {', '.join(sorted(others))}; all ranks "
+                "log the same metrics with sync_dist=True and have the same callbacks, and a metric that is "
+                "logged in some batches of an epoch only is unknown to a rank that joins after them"
+            )
+        return [value for _, value in told]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the ranks that train; the mean unless another operation is named."""
@@ -231,25 +256,27 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         name = "mean" if name == "avg" else name
         if name not in _REDUCTIONS:
             raise MisuseError(f"trigram_elastic: reduce_op={reduce_op} is none of {', '.join(_REDUCTIONS)}")
-        gathered = torch.stack(self._of_all(tensor.detach()))
+        gathered = torch.stack(self._of_all(f"reduce {name} {list(tensor.shape)}", tensor.detach()))
         return _REDUCTIONS[name](gathered).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Of the ranks that train, along a new first dimension; without gradients."""
-        return torch.stack(self._of_all(tensor.detach())).to(tensor.device)
+        return torch.stack(self._of_all(f"all_gather {list(tensor.shape)}", tensor.detach())).to(
+            tensor.device
+        )
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Ends when all ranks have called it."""
-        self._of_all(None)
+        self._of_all(f"barrier {name or ''}", None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of the lowest rank that trains."""
         sent = os.fspath(obj) if isinstance(obj, os.PathLike) else obj
-        return self._of_all(sent)[0]
+        return self._of_all("broadcast", sent)[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks say so, or one does."""
-        said = self._of_all(bool(decision))
+        said = self._of_all("reduce_boolean_decision", bool(decision))
         return min(said) if all else max(said)
 
 
@@ -297,6 +324,11 @@ class _TrainerState:
             "schedulers": [each.scheduler.state_dict() for each in strategy.lr_scheduler_configs],
             "precision": strategy.precision_plugin.state_dict(),
             "callbacks": call._call_callbacks_state_dict(trainer),
+            "decided": [
+                [getattr(each, name, None) for name in _DECIDED] for each in trainer.checkpoint_callbacks
+            ],
+            # As they were noted last: to compute them now would be calls to other ranks.
+            "metrics": dict(trainer._logger_connector._callback_metrics),
             "val_check_batch": trainer.val_check_batch,
             "should_stop": trainer.should_stop,
         }
@@ -311,8 +343,32 @@ class _TrainerState:
         for each, theirs in zip(strategy.lr_scheduler_configs, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(theirs)
         strategy.precision_plugin.load_state_dict(state["precision"])
+        for kept in trainer.checkpoint_callbacks:  # before its state, which it drops if the folder is another
+            kept.dirpath = state["callbacks"].get(kept.state_key, {}).get("dirpath", kept.dirpath)
         call._call_callbacks_load_state_dict(trainer, state)
+        for kept, decided in zip(trainer.checkpoint_callbacks, state["decided"], strict=True):
+            for name, value in zip(_DECIDED, decided, strict=True):
+                setattr(kept, name, value)
+        trainer._logger_connector._callback_metrics.update(state["metrics"])
         trainer.val_check_batch, trainer.should_stop = state["val_check_batch"], state["should_stop"]
+
+
+def _check(trainer: Any) -> None:
+    """Refuses what divides a step or an epoch, or what a rank that joins could not follow."""
+    for name, whole in (
+        ("accumulate_grad_batches", 1),
+        ("overfit_batches", 0.0),  # before what it sets
+        ("limit_train_batches", 1.0),
+    ):
+        given = getattr(trainer, name)
+        if (given != whole or type(given) is not type(whole)) and not trainer.fast_dev_run:
+            raise MisuseError(_WHOLE.format(f"{name}={given}"))
+    for each in trainer.callbacks:
+        if isinstance(each, _CHANGES):
+            raise MisuseError(
+                f"trigram_elastic: {type(each).__name__} changes optimizers or schedulers while it trains, "
+                "which a rank that joins later would not have; train without it"
+            )
 
 
 def _loaders(loop: Any) -> list[_Counted]:

@@ -61,16 +61,22 @@ def elastic_all_gather(value: Any) -> list[Any]:
             "the forward pass, or after the update"
         )
     number = calls.done + 1
+    with calls.called():
+        _make(calls, number, data)
+    kept = serialization.unpack(_tensor(calls.last), now.rank)
+    return _values([each.numpy().tobytes() for each in kept])
+
+
+def _make(calls: Answers, number: int, data: torch.Tensor) -> None:
+    """Makes the call of this number, with the members that there are in the end."""
     while calls.done < number:
-        mine = recovery.current()[1]
+        now, mine = recovery.current()
         counts = not mine.newcomer and now.rank in mine.training()
         with losses.caught() as lost:
             gathered = gather(data.numpy().tobytes() if counts else b"", calls.group())
             calls.complete(serialization.pack([_tensor(each) for each in gathered], _WHAT).numpy().tobytes())
         if losses.agreed(bool(lost)):
             recovery.regroup()
-    kept = serialization.unpack(_tensor(calls.last), now.rank)
-    return _values([each.numpy().tobytes() for each in kept])
 
 
 def gather(mine: bytes, group: Group) -> list[bytes]:

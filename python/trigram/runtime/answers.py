@@ -44,7 +44,7 @@ def answered(operation: Callable[[], T], seconds: float) -> T:
     thread.start()
     thread.join(seconds)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # and not kept here: its traceback refers to this frame
     if not results:
         raise NoAnswerError(f"its server accepts connections and has not answered for {seconds:.0f} s")
     return results[0]

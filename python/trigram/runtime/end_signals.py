@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from types import FrameType
 
+_LATE_SECONDS = 1.0
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -29,6 +30,7 @@ class EndSignals:
 
     def __init__(self, stack: ExitStack) -> None:
         self._noted: int | None = None
+        self._since = 0.0
         if threading.current_thread() is not threading.main_thread():
             return
         stack.callback(self._again)
@@ -57,10 +59,12 @@ class EndSignals:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        # A second one before the first was looked at: what runs does not come to its next pause, such as a
-        # write to a terminal that is stopped.
-        again, self._noted = self._noted is not None, number
-        if again:
+        # A second one that comes long after the first, and nobody has looked: what runs does not come to its
+        # next pause, such as a write to a terminal that is stopped. SIGHUP and SIGTERM come together.
+        now = time.monotonic()
+        if self._noted is None:
+            self._noted, self._since = number, now
+        elif now - self._since > _LATE_SECONDS:
             self.look()
 
     def _again(self) -> None:

@@ -19,6 +19,7 @@ _WORD, _COUNT, _HOST, _REACH, _WAY, _SAID = (
     "doctor/word", "doctor/count", "doctor/host/{}", "doctor/reach/{}", "doctor/way/{}/{}", "doctor/said"
 )  # fmt: skip
 _POLL = 0.02
+_ANSWER_SECONDS = 5.0
 _STEP_SECONDS = 120.0
 """Seconds for a step of all others, beside what it must take."""
 
@@ -41,7 +42,8 @@ def joined(host: str, port: int, seconds: float) -> dist.Store:
     try:
         limit = timedelta(seconds=seconds)
         return answered(
-            lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False), seconds
+            lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False),
+            seconds + _ANSWER_SECONDS,
         )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise TimeoutError(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from tests.support import cgroups
 from tests.support.checks import raises, says
 from tests.support.harness import ROOT, Died, Ranks, await_flag, flag, say, until
 from tests.support.marks import long
+from trigram.runtime.end_signals import EndSignals
 from trigram.runtime.launch import end, job_environment, start_rank
 
 pytestmark = pytest.mark.waits
@@ -360,7 +361,7 @@ def test_a_clock_that_jumps_by_hours_decides_nothing(tmp_path: Path, transport: 
                 time.sleep(0.5)
             until(lambda: all(p.poll() is not None for p in processes), 60)
         finally:
-            end(processes)
+            end(processes, EndSignals(ExitStack()))
     texts = [log.read_text() for log in logs]
     assert [p.returncode for p in processes] == [0, 0, 0], "\n".join(texts)
     assert all("hours" in text and "heartbeat" not in text for text in texts), "\n".join(texts)

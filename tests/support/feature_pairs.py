@@ -315,7 +315,11 @@ BESIDE = {
         "all algorithms; the test has the default, and five of them in `torch.compile`",
         "tests/training/test_torch_modes.py",
     ),
-    "Lightning, Accelerate": ("all algorithms; not elastic jobs", "tests/integrations/test_lightning.py"),
+    "Lightning, Accelerate": ("all algorithms", "tests/integrations/test_lightning.py"),
+    'Lightning in elastic jobs, `strategy="trigram_elastic"`': (
+        "what averages gradients and goes with `elastic=True`",
+        "tests/integrations/test_lightning_elastic.py",
+    ),
     "ranks as threads, `trigram.Job`": (
         "all algorithms; eight have the bits of processes in a test",
         "tests/runtime/test_job.py",

@@ -140,16 +140,45 @@ def test_samples_of_a_lost_rank_are_dealt_again(where: str, workers: int) -> Non
         assert samples - len(used) < 3
 
 
-def test_a_rank_that_joins_goes_on_where_the_others_are() -> None:
+@pytest.mark.parametrize("recovers", [False, True], ids=["in a step", "in recover"])
+def test_a_rank_that_joins_goes_on_where_the_others_are(recovers: bool) -> None:
+    """Also if it is admitted between two steps, when no batch of the next one has been dealt."""
     epochs, samples = 6, 100
-    with Ranks(3, _trains, epochs, samples, {1: 4}) as ranks:
+    more = 0, (), None, recovers
+    with Ranks(3, _trains, epochs, samples, {1: 4}, "before", False, *more) as ranks:
         ranks.await_said(0, ("did", 6), 60)
-        come(ranks, 1, epochs, samples, None, "before", True, run=_trains)
+        come(ranks, 1, epochs, samples, None, "before", True, *more, run=_trains)
         results = ranks.results(90)
         found = _used(ranks, epochs, samples)
     assert results[1]["steps"] > 3
     for used in found:
         assert set(used.values()) == {1} and samples - len(used) < 3
+
+
+def _checkpoint(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 dies in the third step; the loader's state after that step."""
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    net = torch.nn.Linear(1, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.001)
+    loader = ElasticLoader(TensorDataset(torch.arange(60.0)), 4)
+    trigram.with_bagua(net, optimizer=opt, elastic=[loader])
+    for step, (x,) in enumerate(loader):
+        if rank == 1 and step == 2:
+            net.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        net(x[:, None]).square().mean().backward()
+        opt.step()
+        if step == 2:
+            return loader.state_dict()
+    raise AssertionError("too few samples")
+
+
+def test_a_checkpoint_after_a_loss_has_the_samples_that_did_not_count() -> None:
+    with Ranks(3, _checkpoint) as ranks:
+        results = ranks.results(60, dies=[1])
+    one = Dealing(60, 4, 0)
+    one.load(results[0])
+    assert results[0] == results[2] and one.left == 60 - 12 - 12 - 8 and len(one.returned) == 4
 
 
 def test_with_a_spare_and_a_rank_that_leaves() -> None:

@@ -77,6 +77,7 @@ class ElasticLoader:
         options.setdefault("persistent_workers", bool(options.get("num_workers", 0)))
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)  # type: ignore[arg-type]
         self._fetching: Iterator[Any] | None = None
+        self._dealt_at = 0  # so many passes had counted when the last batch was dealt
         self._for: list[int] | None = None  # the holders for whom batches are fetched ahead
 
     @property
@@ -100,10 +101,15 @@ class ElasticLoader:
         Args:
             after: That step is over, so that it is known who has counted in it; else as if nobody is lost.
         """
+        dealing = self._settled(self._counted() if after else self._dealing.holders)
+        return dealing.steps(len(self._holders()))
+
+    def _settled(self, counted: Collection[int]) -> Dealing:
+        """The dealing once the step of the last batch is over, in which only ``counted`` have counted."""
         dealing = replace(self._dealing, returned=list(self._dealing.returned))
         if dealing.holders:
-            dealing.settle(self._counted() if after else dealing.holders)
-        return dealing.steps(len(self._holders()))
+            dealing.settle(counted)
+        return dealing
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches until the end of the epoch; after a resumed one, those that are left."""
@@ -115,6 +121,7 @@ class ElasticLoader:
                 dealing.begin(dealing.epoch + 1)
                 self._fetching = None
                 return
+            self._dealt_at = self._commits()
             if self._fetching is None or holders != self._for:
                 self._batches.begin(dealing, self._me())
                 self._for, self._fetching = holders, iter(self._loader)
@@ -132,12 +139,22 @@ class ElasticLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch and what of it is used, for a checkpoint between two steps and for ranks that join."""
-        return self._dealing.state()
+        # Once the step of the last batch has counted, only now is it known who was lost in it.
+        is_over = self._commits() > self._dealt_at
+        return (self._settled(self._counted()) if is_over else self._dealing).state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was called, on any number of ranks."""
         self._dealing.load(state)
         self._fetching = None
+        present = world.present()
+        mine = None if present is None else present.elastic
+        if mine is not None and mine.newcomer and mine.ranks and not self._dealing.holders:
+            # This rank was admitted between two steps, and is in its first. The others have dealt it since.
+            holders = self._holders()
+            if not self._dealing.deal(holders):
+                self._dealing.begin(self._dealing.epoch + 1)
+                self._dealing.deal(holders)
 
     def _unit(self, rank: int) -> int:
         present = world.present()
@@ -150,6 +167,12 @@ class ElasticLoader:
     def _holders(self) -> list[int]:
         """Who gets a share now, ascending."""
         return sorted({self._unit(rank) for rank in world.training()})
+
+    @staticmethod
+    def _commits() -> int:
+        """How many passes have counted; 0 in a job that is not elastic."""
+        present = world.present()
+        return 0 if present is None or present.elastic is None else present.elastic.commits
 
     def _counted(self) -> Collection[int]:
         """Whose samples counted in the last step."""

@@ -40,10 +40,14 @@ class Membership(Protocol):
 
     Attributes:
         ranks: World ranks of the present members.
+        newcomer: This rank has joined and not taken part in a step yet.
+        commits: Passes that all members have completed.
         counted: World ranks whose gradients counted in the last pass; None: there was none.
     """
 
     ranks: list[int]
+    newcomer: bool
+    commits: int
     counted: Sequence[int] | None
 
     @property

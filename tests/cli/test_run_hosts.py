@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import netns
 from tests.support.checks import says
+from tests.support.elastic_script import dies_once
 from tests.support.harness import until
 
 pytestmark = pytest.mark.waits
@@ -67,33 +68,11 @@ def test_ranks_on_two_hosts_train_together(several_hosts: None, tmp_path: Path) 
     says(out, """arguments ['--lr', "$X 'y'"]""")
 
 
-ELASTIC = """
-import os, pathlib, signal, time, torch, trigram
-torch.set_num_threads(1)
-net = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-trigram.init(elastic=True)
-net = trigram.with_bagua(net, optimizer=optimizer, elastic=True)
-died, again = pathlib.Path("died"), pathlib.Path("again")
-for step in range(trigram.stats(net)["steps"], 400):
-    if os.environ["RANK"] == "1" and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.zero_grad()
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    if died.exists() and trigram.world_size() == 2:
-        again.touch()
-        break
-    time.sleep(0.05)
-"""
-
-
 def test_a_rank_of_another_host_is_started_again(several_hosts: None, tmp_path: Path) -> None:
-    process = _run(tmp_path, ELASTIC, ranks=1, more=["--restarts", "2"])
+    process = _run(tmp_path, dies_once(1), ranks=1, more=["--restarts", "2"])
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    assert (tmp_path / "again").exists()
+    assert (tmp_path / "again0").exists() and (tmp_path / "again1").exists()
     says(err, "rank 1 was ended by the signal SIGKILL; starting it again", "1 joined")
 
 

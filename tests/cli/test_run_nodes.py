@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checks import says
+from tests.support.elastic_script import dies_once
 from tests.support.harness import free_port, until
 
 pytestmark = pytest.mark.waits
@@ -24,27 +25,6 @@ if sys.argv[1] == "fails" and os.environ["RANK"] == "1":
     raise SystemExit("rank 1 has had enough")
 if sys.argv[1] == "fails":
     trigram.barrier()
-"""
-ELASTIC = """
-import os, pathlib, signal, time, torch, trigram
-torch.set_num_threads(1)
-net = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-trigram.init(elastic=True)
-net = trigram.with_bagua(net, optimizer=optimizer, elastic=True)
-rank, died = os.environ["RANK"], pathlib.Path("died")
-for step in range(trigram.stats(net)["steps"], 400):
-    if rank == "0" and step == 5 and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.zero_grad()
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    if died.exists() and trigram.world_size() == 2:
-        pathlib.Path(f"again{rank}").touch()
-        if step > 10:
-            break
-    time.sleep(0.05)
 """
 
 
@@ -92,7 +72,7 @@ def test_a_rank_that_fails_ends_the_job_on_all_machines(tmp_path: Path) -> None:
 
 def test_rank_0_is_started_again(tmp_path: Path) -> None:
     """Its launcher serves the store, so the other machine's rank can be found again."""
-    port, script = free_port(), _script(tmp_path, ELASTIC)
+    port, script = free_port(), _script(tmp_path, dies_once(0))
     found = _ended([_launcher(tmp_path, port, "-n", "1", "--restarts", "2", script) for _ in range(2)])
     assert [code for code, _, _ in found] == [0, 0], found
     assert (tmp_path / "again0").exists() and (tmp_path / "again1").exists()

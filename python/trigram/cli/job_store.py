@@ -15,12 +15,18 @@ from trigram.runtime.rendezvous import reopen
 def address(text: str | None) -> tuple[str, int]:
     """Host and port of the store: as given, else where MASTER_ADDR and MASTER_PORT say."""
     given = text or f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '')}"
-    host, _, port = given.rpartition(":")
+    return endpoint(
+        given,
+        f"--store {given!r} is no HOST:PORT; it is the job's MASTER_ADDR and MASTER_PORT, and rank 0 of a "
+        "job with TRIGRAM_TOP=1 logs it",
+    )
+
+
+def endpoint(text: str, otherwise: str) -> tuple[str, int]:
+    """What ``HOST:PORT`` names; raises ``BadParameter`` with ``otherwise`` for other text."""
+    host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise typer.BadParameter(
-            f"--store {given!r} is no HOST:PORT; it is the job's MASTER_ADDR and MASTER_PORT, and rank 0 of "
-            "a job with TRIGRAM_TOP=1 logs it"
-        )
+        raise typer.BadParameter(otherwise)
     return host.strip("[]"), int(port)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch.distributed as dist
 import typer
 
+from trigram.cli import job_store
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, answered
 from trigram.runtime.launch import END_SECONDS, Part
@@ -43,7 +44,11 @@ def met(endpoint: str, nodes: int, ranks: int, seconds: float) -> Iterator[tuple
     Raises:
         TimeoutError: Others have not come.
     """
-    host, port = _parsed(endpoint)
+    host, port = job_store.endpoint(
+        endpoint,
+        f"--rdzv-endpoint {endpoint!r} is no HOST:PORT; it is one of the machines and a free port there, the "
+        "same for all launchers",
+    )
     end = time.monotonic() + seconds
     served = _served(host, port)
     number = 0
@@ -63,16 +68,6 @@ def met(endpoint: str, nodes: int, ranks: int, seconds: float) -> Iterator[tuple
         yield part, {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": str(number)}
     finally:
         _leave(served, number, nodes)
-
-
-def _parsed(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise typer.BadParameter(
-            f"--rdzv-endpoint {endpoint!r} is no HOST:PORT; it is one of the machines and a free port there, "
-            "the same for all launchers"
-        )
-    return host.strip("[]"), int(port)
 
 
 def _served(host: str, port: int) -> dist.Store | None:

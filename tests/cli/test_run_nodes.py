@@ -50,10 +50,17 @@ def _script(folder: Path, text: str) -> str:
 
 
 def test_launchers_meet(tmp_path: Path) -> None:
-    """With other numbers of ranks; a third one is told that all are there."""
-    port, script = free_port(), _script(tmp_path, SAYS)
+    """With other numbers of ranks; a third one is told that all are there, and nobody waits for it."""
+    port, script = free_port(), _script(tmp_path, "import time; time.sleep(8)\n" + SAYS)
     two = [_launcher(tmp_path, port, "-n", str(n), script, f"of{n}") for n in (2, 1)]
+    until(lambda: not _free(port), 30, "the store")
+    time.sleep(5)
+    code, errors, _ = _ended([_launcher(tmp_path, port, "-n", "1", script, "late")])[0]
+    assert code == 2
+    says(" ".join(errors.replace("│", "").split()), "2 launchers have come", "already")
+    began = time.monotonic()
     found = _ended(two)
+    assert time.monotonic() - began < 25
     assert [code for code, _, _ in found] == [0, 0], found
     lines = sorted(line for _, _, said in found for line in said.splitlines())
     first = next(said for _, _, said in found if "0 3 0" in said)

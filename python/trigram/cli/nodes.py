@@ -21,7 +21,7 @@ from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, answered
 from trigram.runtime.launch import END_SECONDS, Part
 
-_COUNT, _RANKS, _OVER = "launchers/count", "launchers/{}/ranks", "launchers/over"
+_OPEN, _COUNT, _RANKS, _OVER = "launchers/open", "launchers/count", "launchers/{}/ranks", "launchers/over"
 _POLL = 0.05
 _CONNECT_SECONDS = 5.0
 _SERVE_SECONDS = 3 * END_SECONDS
@@ -51,23 +51,42 @@ def met(endpoint: str, nodes: int, ranks: int, seconds: float) -> Iterator[tuple
     )
     end = time.monotonic() + seconds
     served = _served(host, port)
-    number = 0
-    if served is None:
-        served = _connected(host, port, nodes, end)
-        number = int(AnsweringStore(served, end).add(_COUNT, 1)) - 1
-    store = AnsweringStore(served, end)
+    serves = served is not None
+    served = served or _connected(host, port, nodes, end)
+    try:
+        number, counts = _met(AnsweringStore(served, end), serves, nodes, ranks, endpoint, end)
+    except TrigramError:
+        raise
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"run: the launcher at {endpoint} has ended while this one waited for others ({error})"
+        ) from error
+    try:
+        part = Part(sum(counts[:number]), sum(counts), host, port)
+        yield part, {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": str(number)}
+    finally:
+        _leave(served, serves, nodes)
+
+
+def _met(
+    store: AnsweringStore, serves: bool, nodes: int, ranks: int, endpoint: str, end: float
+) -> tuple[int, list[int]]:
+    """The number of this launcher, and how many ranks each starts."""
+    if not serves:  # the ranks of the one that serves are the first
+        _await(store, _OPEN, nodes, endpoint, end)
+    number = int(store.add(_COUNT, 1)) - 1
+    if serves:
+        store.set(_OPEN, "yes")
     if number >= nodes:
         raise typer.BadParameter(
             f"{nodes} launchers have come to {endpoint} already (--nnodes {nodes}); if some of them have "
             "ended since, end all and start again"
         )
     store.set(_RANKS.format(number), str(ranks))
-    counts = [_awaited(store, k, nodes, endpoint, end) for k in range(nodes)]
-    try:
-        part = Part(sum(counts[:number]), sum(counts), host, port)
-        yield part, {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": str(number)}
-    finally:
-        _leave(served, number, nodes)
+    keys = [_RANKS.format(k) for k in range(nodes)]
+    for key in keys:
+        _await(store, key, nodes, endpoint, end)
+    return number, [int(store.get(key)) for key in keys]
 
 
 def _served(host: str, port: int) -> dist.Store | None:
@@ -79,9 +98,7 @@ def _served(host: str, port: int) -> dist.Store | None:
     with socket.socket(family, kind) as probe, suppress(OSError):
         probe.bind((address[0], 0))  # only this machine's addresses can be bound
         with suppress(dist.DistError, RuntimeError):  # another launcher of this machine has come first
-            store = dist.TCPStore(host, port, None, True, wait_for_workers=False)
-            store.add(_COUNT, 1)  # it is number 0, however soon others come
-            return store
+            return dist.TCPStore(host, port, None, True, wait_for_workers=False)
     return None
 
 
@@ -107,31 +124,22 @@ def _client(host: str, port: int) -> dist.Store:
     return dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
 
 
-def _awaited(store: AnsweringStore, other: int, nodes: int, endpoint: str, end: float) -> int:
-    """How many ranks another launcher starts."""
-    key = _RANKS.format(other)
-    try:
-        while not store.check([key]):
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"run: {int(store.add(_COUNT, 0))} of {nodes} launchers have come to {endpoint}; start "
-                    f"trigram run --nnodes {nodes} --rdzv-endpoint {endpoint} on the other machines"
-                )
-            time.sleep(_POLL)
-        return int(store.get(key))
-    except TrigramError:
-        raise
-    except dist.DistError as error:
-        raise TimeoutError(
-            f"run: the launcher at {endpoint} has ended while this one waited for others ({error})"
-        ) from error
+def _await(store: AnsweringStore, key: str, nodes: int, endpoint: str, end: float) -> None:
+    """Waits until another launcher has set a key."""
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"run: {int(store.add(_COUNT, 0))} of {nodes} launchers have come to {endpoint}; start "
+                f"trigram run --nnodes {nodes} --rdzv-endpoint {endpoint} on the other machines"
+            )
+        time.sleep(_POLL)
 
 
-def _leave(served: dist.Store, number: int, nodes: int) -> None:
+def _leave(served: dist.Store, serves: bool, nodes: int) -> None:
     """The ranks here have ended; who serves the store ends last."""
     end = time.monotonic() + _SERVE_SECONDS
     store = AnsweringStore(served, end)
     with suppress(dist.DistError, TrigramError):
         store.add(_OVER, 1)
-        while number == 0 and int(store.add(_OVER, 0)) < int(store.add(_COUNT, 0)) and time.monotonic() < end:
+        while serves and int(store.add(_OVER, 0)) < nodes and time.monotonic() < end:
             time.sleep(_POLL)

@@ -25,8 +25,8 @@ from tests.support.harness import Died, Ranks, await_flag, flag, free_port, run,
 from tests.support.harness import scratch as scratch_of_rank
 from trigram.elastic import draining, membership, notices
 from trigram.elastic.join_queue import JoinQueue
-from trigram.elastic.recovery import ElasticModel
 from trigram.runtime.group import Group
+from trigram.training.elastic_model import ElasticModel
 
 pytestmark = pytest.mark.waits
 

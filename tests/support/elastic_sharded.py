@@ -16,7 +16,7 @@ from tests.support.checks import close
 from tests.support.elastic_run import awaited, loss_of, model, weights
 from tests.support.harness import flag, say, until
 from trigram.elastic import membership
-from trigram.elastic.recovery import ElasticModel
+from trigram.training.elastic_model import ElasticModel
 from trigram.training.sharded.elastic import copied_parts
 from trigram.training.sharded.elastic.copied_parts import CopiedParts
 from trigram.training.sharded.weights.divided_weights import DividedWeights

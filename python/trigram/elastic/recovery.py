@@ -1,497 +1,76 @@
-"""Elastic training: what a model does when ranks are lost or join.
+"""Elastic jobs: how all members go on together when ranks are lost, leave or join.
 
-A backward pass counts when all members have all of its results: after its averages the members make a small
-AllReduce, which ends on no rank before every rank has begun it. So if one rank has counted a pass, all have
-its results. If a rank is lost before that, the remaining ranks repeat the pass from the gradients they have
-kept.
-
-A new rank contributes nothing to its first pass. Meanwhile it receives weights, optimizer state and
-everything else that belongs to the training state from the lowest rank that has it, as of the beginning of
-the step. With the averages of that step applied, it then holds what all ranks hold (as in the live recovery
-of torchft).
+What a model does then is in :mod:`trigram.training.elastic_model`; who may go on is decided in
+:mod:`trigram.elastic.membership`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import nn
 
-from trigram import collectives
-from trigram.averaging.groups import ModelGroups
-from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic import draining, joining, local_state, losses, membership, orders, places
+from trigram.elastic import draining, joining, losses, membership, orders, places
 from trigram.elastic.answers import Answers
-from trigram.elastic.membership import Leaving, Membership, MembershipChange, current, is_loss
-from trigram.errors import DrainError, MismatchError, MisuseError, TimeoutError, TrigramError
+from trigram.elastic.membership import Leaving, MembershipChange, current
+from trigram.errors import DrainError, MisuseError, TimeoutError
 from trigram.runtime import job, logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import Part
-from trigram.runtime.records import broadcast_bytes
-from trigram.runtime.world import REPLICA_ORDINALS
 
 _JOIN_POLL = 0.1
 """Seconds between two looks for ranks that join while all others wait for them."""
-_STATE_TAG = 5
-"""The tag of the messages that bring the training state to a new rank."""
 
 
-class Stateful(Protocol):
-    """An object with state, such as an optimizer, a scheduler or a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Replaces the state."""
-
-
-class SharedState:
-    """What of a model's training state all ranks have: usually all of it."""
-
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """What gives, of each of these objects, the state that every rank has: usually the object."""
-        return list(states)
-
-    def most_leaving(self) -> int:
-        """So many ranks may leave in one change of the membership, and all of this state is on others."""
-        return sys.maxsize
-
-    def fingerprint(self) -> int:
-        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
-        return 0
-
-    def fingerprints_differ(self) -> TrigramError:
-        """The error if they do not."""
-        raise NotImplementedError
-
-
-class ElasticHooks(Protocol):
-    """What an elastic job needs of a model's step hooks.
+class Model(Protocol):
+    """What a change of the members asks of a model.
 
     Attributes:
+        members: The group of the job in which it is.
         in_step: All ranks make the same step at the same time.
-        steps: Training steps so far.
+        behind: When the last change began, some ranks had yet to complete what others had.
     """
 
+    members: Group
     in_step: bool
-    steps: int
+    behind: bool
 
     @property
     def keeps_weights(self) -> bool:
         """Whether weights must not change now, as the mean of them does that a change of members takes."""
 
-    @property
-    def shared(self) -> SharedState:
-        """What of the training state all ranks have."""
+    def model(self) -> nn.Module | None:
+        """The module; None: the script has dropped it."""
 
-    def meta(self) -> dict[str, Any]:
-        """The values that must be the same on all ranks in a new epoch, such as the step's number."""
+    def describe(self) -> dict[str, Any]:
+        """What changes in the job's status while an epoch lasts; any thread may call it."""
 
-    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Continues in a new epoch with the ``meta`` of the rank that has the state. All members call it."""
+    def most_leaving(self) -> int:
+        """So many ranks may leave in one change, and all of the training state is on others."""
 
     def hand_over(self, group: Group) -> None:
-        """Ranks are about to leave: the others get what only these have. All members call it, with their
-        group; again if a rank is lost meanwhile."""
+        """Ranks are about to leave: the others of the group get what only these have."""
 
     def leave(self) -> None:
         """This rank has left, in good order."""
 
-
-class Pass(Protocol):
-    """A backward pass that can be done again, as :meth:`ElasticModel.complete` needs it."""
-
-    def send_rest(self) -> None:
-        """Starts the averages that have not started, and waits for all."""
-
-    def again(self) -> None:
-        """Starts the pass again with the gradients that this rank has kept."""
-
-
-class ElasticModel:
-    """A model in an elastic job. Implements :class:`trigram.training.elasticity.Elasticity`.
-
-    Args:
-        model: The module.
-        title: The algorithm and its options, as text; the same on all ranks.
-        states: What belongs to the training state beside the weights: optimizer, schedulers.
-        groups: The model's process groups.
-        hooks: The model's step hooks.
-
-    Attributes:
-        arrived: World ranks that joined and contribute nothing to the step under way.
-        members: The group of all members; the same object while the job lasts.
-        everyone: Ends a step on all members together; of their places only, see :mod:`replicas`, are the
-            model's groups.
-        is_new: This rank has joined in the present epoch.
-        behind: When the last change of the membership began, some ranks had yet to complete what others had,
-            a step or a call of the script's own: these do again what they do together before a pass.
-
-    Raises:
-        UnsupportedError: A state holds a value that cannot be sent.
-    """
-
-    can_redo = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        title: str,
-        states: Sequence[Stateful],
-        groups: ModelGroups,
-        hooks: ElasticHooks,
-    ) -> None:
-        self.model = weakref.ref(model)
-        self.title, self.groups, self.hooks = title, groups, hooks
-        self.states = [local_state.of(s) for s in hooks.shared.state_sources(states)]
-        self.members = current()[0].group
-        self._find_places()
-        self.in_step = hooks.in_step
-        groups.interrupted = self.is_called
-        groups.silent = self._silent_places
-        groups.source = self.first_with_state
-        # Now, not when the first rank joins: what cannot be sent is an error at the start of the job.
-        serialization.pack(
-            [s.state_dict() for s in self.states], "with_bagua: elastic=True, optimizer and states"
-        )
-        self.sending: list[collectives.Work] = []
-        self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
-        self.arrived: list[int] = []
-        self.is_new = self.behind = False
-        self._stay, self._history = job.here().stay, current()[1].history
-
-    def _find_places(self) -> None:
-        """Makes the groups beside those of the model, in a new epoch."""
-        now, mine = current()
-        self.everyone = self.groups.control
-        if mine.replicas.size > 1:
-            self.everyone = now.new_group(self.members.ranks, "commit", REPLICA_ORDINALS)
-            # A pass that fails in one place fails in all of them, or these would wait in its commit.
-            self.groups.everyone = self.everyone
-            if self.groups.non_finite_check is not None:
-                self.groups.non_finite_check.group = self.everyone
-
-    def begins_again(self, hooks: ElasticHooks) -> None:
-        """The algorithm has other hooks from now on."""
-        self.hooks = hooks
-
-    @property
-    def newcomer(self) -> bool:
-        """Whether this rank has not received the training state yet."""
-        return self.receiving is not None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank is a spare that contributes nothing to the step under way."""
-        return not self.newcomer and current()[0].rank in self.silent
-
-    @property
-    def newcomers(self) -> list[int]:
-        """Those of the model's ranks that joined and contribute nothing to the step under way."""
-        return [r for r in self.arrived if r in self.groups.control.ranks]
-
-    @property
-    def silent(self) -> list[int]:
-        """Those of the model's ranks that contribute nothing to the step under way: those that joined, and
-        spares. A rank that joins takes its place when that step is over; until then a spare has it."""
-        counting = self._counting()
-        return [r for r in self.groups.control.ranks if r not in counting]
-
-    def _counting(self) -> list[int]:
-        """The members that contribute to the step under way."""
-        _, mine = current()
-        return mine.spares.training([r for r in mine.ranks if r not in self.arrived])
-
-    def _silent_places(self) -> list[int]:
-        ranks = self.groups.control.ranks
-        return [ranks.index(r) for r in self.silent]
-
     def renew(self, group: Group, change: MembershipChange, fresh: bool = False) -> None:
-        """Continues in a new epoch, and starts to send the training state to new ranks. All members call it.
-
-        Args:
-            group: The group of all members.
-            change: What has changed.
-            fresh: The model's groups were made in this epoch already.
-
-        Raises:
-            MismatchError: This rank's model or algorithm is not that of the job.
-        """
-        self.receiving = None
-        if not fresh:
-            if (ranks := places.training_group()) is not group:
-                self.groups.group.become(ranks)
-            self.groups.renew(self.groups.group)
-            self._find_places()
-        control = self.groups.control
-        rank = control.ranks[control.rank]
-        # The source's replica has the state of each place.
-        (source,) = current()[1].replicas.row(rank, current()[1].replicas.of(change.source))
-        mine = None
-        if rank == source:
-            mine = {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
-        meta = _broadcast(mine, source, control)
-        if meta["title"] != self.title or meta["layout"] != self._layout():
-            raise MismatchError(
-                f"elastic: rank {rank} has another model or algorithm than the job it joins, which trains "
-                f"with {meta['title']}; use the same model and algorithm"
-            )
-        self.arrived = change.newcomers
-        self.is_new = rank in change.newcomers
-        self.behind = change.behind
-        self._start_transfer(source, control)
-        self.hooks.follow(meta, self)
-
-    def first_with_state(self) -> int:
-        """The place in the group of the rank whose buffers count."""
-        ranks = self.groups.control.ranks
-        return ranks.index(places.first([r for r in ranks if r not in self.arrived]))
-
-    def describe(self) -> dict[str, Any]:
-        """What changes in the job's status while an epoch lasts; any thread may call it."""
-        model, mine = self.model(), self._history
-        return {
-            "model": type(model).__name__,
-            "algorithm": self.title.split(",")[0],
-            "steps": self.hooks.steps,
-        } | (mine.summary())
-
-    def _layout(self) -> str:
-        """Names, shapes and dtypes of parameters and buffers."""
-        model = self.model()
-        assert model is not None
-        return " ".join(
-            f"{n}{tuple(t.shape)}{t.dtype}" for n, t in [*model.named_parameters(), *model.named_buffers()]
-        )
-
-    def _start_transfer(self, source: int, control: Group) -> None:
-        """Starts to send the training state to new ranks, in the background of the training."""
-        rank = control.ranks[control.rank]
-        if rank == source and self.newcomers:
-            state = serialization.pack(self._state(), "elastic: the training state for a joining rank")
-            size = torch.tensor([state.numel()], device="cpu")
-            for newcomer in self.newcomers:
-                for message in (size.clone(), state):
-                    work = collectives.send(message, newcomer, _STATE_TAG, control, async_op=True)
-                    assert work is not None
-                    self.sending.append(work)
-        elif rank in self.newcomers:
-            size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            collectives.recv(size, source, _STATE_TAG, control)
-            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            work = collectives.recv(data, source, _STATE_TAG, control, async_op=True)
-            assert work is not None
-            self.receiving = data, work, source
-
-    def _state(self) -> dict[str, Any]:
-        model = self.model()
-        assert model is not None
-        tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
-        return {"tensors": tensors, "states": [s.state_dict() for s in self.states]}
-
-    def _release_sent(self) -> None:
-        """Releases the memory of transfers that have ended."""
-        for work in [w for w in self.sending if w.is_completed()]:
-            self.sending.remove(work)
-            with contextlib.suppress(TrigramError):  # the receiver is lost: the next pass raises that
-                work.wait()
-
-    def abort_calls(self) -> None:
-        """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
-        self.groups.line.clear()
-        mine = job.here().part(Answers).group()
-        groups = self.groups.main, self.groups.second_phase, self.groups.control, self.everyone, mine
-        for group in {id(g): g for g in groups}.values():
-            group.core.abort(
-                group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
-            )
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        """On a new rank: waits for the training state and loads it. Elsewhere: does nothing."""
-        if self.receiving is None:
-            return
-        data, work, source = self.receiving
-        work.wait()
-        state = serialization.unpack(data, source)
-        model = self.model()
-        assert model is not None
-        coalesced.copy_all([*model.parameters(), *model.buffers()], state["tensors"])
-        for stateful, theirs in zip(self.states, state["states"], strict=True):
-            stateful.load_state_dict(theirs)
-        self.receiving = None
-
-    # What training calls; trigram.training.elasticity.FixedRanks has the same for jobs whose ranks are fixed.
-
-    def before_step(self, prepare: Callable[[int], None], src: int) -> None:
-        """Between two steps, admits ranks that wait and lets those go that were asked to leave; then prepares
-        the step on all members together.
-
-        Args:
-            prepare: Called with the place of the first rank that has the training state. It is not repeated
-                after a loss, except while some ranks have yet to complete the last step.
-            src: Of no effect here.
-        """
-        job.here().part(Answers).alone = False
-        if self._mine().change_pending:
-            recover(boundary=True)
-        while True:
-            with losses.caught() as lost:
-                prepare(self.first_with_state())
-            if not self.agreed(bool(lost)):
-                return
-            self.regroup(boundary=False)
-            if not self.behind:
-                return
-
-    def complete(self, a_pass: Pass) -> None:
-        """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
-        complete = change_pending = False
-        counted: list[int] = []
-        while True:
-            begun = time.monotonic()
-            with losses.caught() as lost:
-                if not complete:
-                    a_pass.send_rest()
-                    self.receive()
-                    complete = True
-                    # Now: if all have completed the pass, those count that are lost before its commit.
-                    counted = self._counting()
-                change_pending = self._commit()
-            if self.agreed(bool(lost)):
-                self._history.wasted += time.monotonic() - begun
-                change = self.regroup(boundary=False, complete=complete)
-                if not (complete and change.commit):
-                    a_pass.again()
-                    complete = False
-                    continue
-                change_pending = False
-            _, mine = current()
-            mine.commits += 1
-            mine.counted = counted
-            mine.newcomer, mine.change_pending, mine.stateless = False, change_pending, frozenset()
-            self.arrived = []
-            self._release_sent()
-            return
-
-    def boundary(self, step: Callable[[], bool]) -> None:
-        """Makes an averaging step of weights, unless this rank must regroup.
-
-        Args:
-            step: Makes the step and returns whether all ranks are at the same one. It is not repeated after a
-                loss: in the new epoch all ranks get the mean of the weights.
-        """
-        mine = self._mine()
-        lost: list[TrigramError] = []
-        if not (called := self.is_called()):  # else `between_steps` regroups
-            with losses.caught() as lost:
-                if step():
-                    mine.change_pending = self._is_change_pending()
-        # The other ranks of the replica may have made the step, or not know of the loss yet.
-        called = called and mine.replicas.size > 1
-        if self.agreed(bool(lost) or called) and self.in_step:
-            self.regroup(boundary=False)
-        self._end_step()
-
-    def between_steps(self) -> None:
-        """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all
-        that belongs to it (schedulers, its own counters), so that a joining rank receives a complete
-        state."""
-        job.here().part(Answers).alone = False
-        if self.agreed(self._mine().change_pending or self.is_called()):
-            self.regroup()
-            self._end_step()
-        elif not self.in_step and job.here().part(draining.Draining).is_overdue():
-            # The store, through which the others would have learned of it, has gone. They find out now.
-            _leave([self])
-
-    def _mine(self) -> Membership:
-        """This rank's membership of the job in which the model is.
-
-        Raises:
-            MisuseError: It has left that job; :func:`current` would begin another.
-        """
-        if self._stay.over:
-            raise MisuseError(
-                f"{self.groups.name}: this rank has left the elastic job in which the model was wrapped: it "
-                "was asked to, or called trigram.shutdown; call trigram.with_bagua on the model again, or "
-                "trigram.unwrap to train it without trigram"
-            )
-        return current()[1]
-
-    def _end_step(self) -> None:
-        self.has_state()
-        self.arrived, self.is_new = [], False
-        self._release_sent()
-
-    def has_state(self) -> None:
-        """Records that all members have the training state now."""
-        _, mine = current()
-        mine.newcomer, mine.stateless = False, frozenset()
-
-    def is_called(self) -> bool:
-        """Whether this rank must regroup: a rank is lost, or one waits to join or leave ranks that are not in
-        step."""
-        return membership.has_lost() or (not self.in_step and membership.regroup_requested())
-
-    def is_loss(self, error: TrigramError) -> bool:
-        """Whether an error is due to a lost rank, so that the job continues."""
-        return is_loss(error)
-
-    def losses(self) -> contextlib.AbstractContextManager[list[TrigramError]]:
-        """See :func:`trigram.elastic.losses.caught`."""
-        return losses.caught()
+        """Goes on in a new epoch; ``fresh``: its groups were made in this epoch already."""
 
     def regroup(self, boundary: bool = True, complete: bool = False) -> MembershipChange:
-        """Changes the membership with the other ranks, see :func:`recover`; aborts the calls in which they
-        wait for this rank: such a call does not fail by itself if who is gone has left in good order."""
-        if self.is_called():
-            self.abort_calls()
-        return recover(boundary, complete)
+        """Calls :func:`recover`, and ends the calls in which others wait for this rank."""
 
-    @contextlib.contextmanager
-    def forgiving(self) -> Iterator[None]:
-        """A block that is not repeated if a rank is lost in it: the ranks regroup and continue after it."""
-        with losses.caught() as lost:
-            yield
-        if self.agreed(bool(lost)):
-            self.regroup(boundary=False)
+    def receive(self) -> None:
+        """On a new rank: waits for the training state."""
 
-    def agreed(self, lost: bool) -> bool:
-        """See :func:`trigram.elastic.losses.agreed`."""
-        return losses.agreed(lost)
-
-    def _commit(self) -> bool:
-        """Ends when all members have the results of the pass; returns whether one waits to join or leave."""
-        mine = self.hooks.shared.fingerprint()
-        pending, largest, least = self._largest(mine, -mine)
-        if largest != -least:
-            raise self.hooks.shared.fingerprints_differ()
-        return bool(pending)
-
-    def _is_change_pending(self) -> bool:
-        """Whether a rank waits to join or to leave, on all members; ends when all have called it."""
-        return bool(self._largest()[0])
-
-    def _largest(self, *numbers: int) -> list[int]:
-        """The largest of all members: whether a rank waits to join or to leave, and these numbers."""
-        _, mine = current()
-        pending = mine.queue is not None and bool(mine.queue.pending)  # the leader knows who waits to join
-        pending = pending or draining.draining()
-        values = torch.tensor([int(pending), *numbers], device="cpu")
-        collectives.all_reduce(values, "max", None, self.everyone)
-        found: list[int] = values.tolist()
-        return found
+    def end_step(self) -> None:
+        """A step is over that all members have made."""
 
 
 @job.told
@@ -503,24 +82,24 @@ class _Models(Part):
     """
 
     def __init__(self) -> None:
-        self.models: list[ElasticModel] = []
+        self.models: list[Model] = []
         self.join_change = MembershipChange([], 0, False, False)
 
     def left(self) -> None:
         """Lets the models go."""
         self.models = []
 
-    def of(self, group: Group) -> list[ElasticModel]:
+    def of(self, group: Group) -> list[Model]:
         """The models that exist still and belong to the job of this group, not to an earlier one."""
         return [m for m in self.models if m.model() is not None and m.members is group]
 
 
-def trained() -> list[ElasticModel]:
+def trained() -> list[Model]:
     """The models of the present job."""
     return job.here().part(_Models).of(current()[0].group)
 
 
-def add(part: ElasticModel) -> None:
+def add(part: Model) -> None:
     """Registers a model. All ranks make their models in the same order.
 
     Raises:
@@ -549,7 +128,7 @@ def add(part: ElasticModel) -> None:
             known.join_change = recover(boundary=False)
 
 
-def _others(known: _Models, group: Group, part: ElasticModel) -> list[ElasticModel]:
+def _others(known: _Models, group: Group, part: Model) -> list[Model]:
     return [m for m in known.of(group) if m.model() is not part.model()]
 
 
@@ -583,15 +162,6 @@ def join_job() -> None:
         known.join_change = _describe_change(now.group, newcomer=True, commit=False)
     if losses.agreed(bool(lost)):  # this rank recovers like all
         known.join_change = recover(boundary=False)
-
-
-def _broadcast(value: Any, src: int, group: Group) -> Any:
-    """The value of world rank ``src``, on all ranks of the group."""
-    data = b""
-    if group.ranks[group.rank] == src:
-        data = serialization.pack(value, "elastic").numpy().tobytes()
-    data = broadcast_bytes(group, data, group.ranks.index(src))
-    return serialization.unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), src)
 
 
 def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
@@ -635,7 +205,7 @@ def _recover(boundary: bool, complete: bool) -> MembershipChange:
             boundary or out_of_step, complete, out_of_step, _leaving(models)
         )
         if change.leaves:
-            _leave(models)
+            leave(models)
         _, mine = current()
         mine.change_pending = False
         if not change.renewed:
@@ -675,18 +245,18 @@ def _answered(change: MembershipChange, group: Group) -> MembershipChange:
     )
 
 
-def _leaving(models: Sequence[ElasticModel]) -> Leaving:
+def _leaving(models: Sequence[Model]) -> Leaving:
     """How ranks leave these models."""
 
     def hand_over(group: Group) -> None:
         for model in models:
-            model.hooks.hand_over(places.among(group))
+            model.hand_over(places.among(group))
 
-    at_once = min((model.hooks.shared.most_leaving() for model in models), default=sys.maxsize)
+    at_once = min((model.most_leaving() for model in models), default=sys.maxsize)
     return Leaving(at_once, hand_over)
 
 
-def _leave(models: Sequence[ElasticModel]) -> NoReturn:
+def leave(models: Sequence[Model]) -> NoReturn:
     """Leaves the job, which goes on without this rank, and ends its script."""
     here = job.here()
     rank, asked = world.current().rank, here.part(draining.Draining).asked or "with its replica"
@@ -695,7 +265,7 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
     if queue is not None and queue.is_ordered():
         asked = orders.BY
     for model in models:
-        model.hooks.leave()
+        model.leave()
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")
     here.leave()
     here.let_go = True
@@ -705,7 +275,7 @@ def _leave(models: Sequence[ElasticModel]) -> NoReturn:
 def regroup() -> None:
     """Goes on after a loss in a call that the model knows nothing of; like ``ElasticModel.regroup``."""
     if models := trained():
-        models[0].regroup(boundary=False)
+        models[0].regroup(False)
     else:
         recover(boundary=False)
 
@@ -763,4 +333,4 @@ def await_members(count: int, timeout: float) -> None:
         time.sleep(_JOIN_POLL)
     for model in job.here().part(_Models).of(world.current().group):
         model.receive()
-        model._end_step()
+        model.end_step()

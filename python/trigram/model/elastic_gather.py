@@ -11,7 +11,7 @@ from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
 from trigram.elastic import joining, losses, recovery
 from trigram.elastic.answers import Answers
-from trigram.elastic.membership import Membership
+from trigram.elastic.membership import Membership, current
 from trigram.errors import MisuseError
 from trigram.runtime import job, world
 from trigram.runtime.group import Group
@@ -55,7 +55,7 @@ def elastic_all_gather(value: Any) -> list[Any]:
     calls = job.here().part(Answers)
     if joining.must_join() or calls.alone:
         return [serialization.unpack(data, now.rank)]
-    if any(model.hooks.keeps_weights for model in recovery.trained()):
+    if any(model.keeps_weights for model in recovery.trained()):
         raise MisuseError(
             f"{_WHAT}: the algorithm averages weights, and a forward pass has begun a step; call it before "
             "the forward pass, or after the update"
@@ -70,7 +70,7 @@ def elastic_all_gather(value: Any) -> list[Any]:
 def _make(calls: Answers, number: int, data: torch.Tensor) -> None:
     """Makes the call of this number, with the members that there are in the end."""
     while calls.done < number:
-        now, mine = recovery.current()
+        now, mine = current()
         counts = not mine.newcomer and now.rank in mine.training()
         with losses.caught() as lost:
             gathered = gather(data.numpy().tobytes() if counts else b"", calls.group())

@@ -23,6 +23,7 @@ from trigram.runtime.weak import copied
 from trigram.training import fidelity
 from trigram.training.compose import compose, warm
 from trigram.training.dropped_models import release_dropped
+from trigram.training.elastic_model import ElasticModel
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.options import Options
 from trigram.training.running_models import RunningModels
@@ -139,7 +140,7 @@ class WrappedModel:
         self.hooks.times.earlier = self.earlier_steps
         if self.states is not None:
             hooks = self.hooks
-            part = recovery.ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
+            part = ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
             hooks.elastic = part
             recovery.add(part)
             self.groups.joining = False
@@ -212,7 +213,7 @@ class WrappedModel:
         """These hooks take the place of others of the same algorithm."""
         self.hooks = hooks
         self.hooks.sync, self.hooks.times.earlier = before.sync, self.earlier_steps
-        if isinstance(before.elastic, recovery.ElasticModel):
+        if isinstance(before.elastic, ElasticModel):
             before.elastic.begins_again(self.hooks)
             self.hooks.elastic = before.elastic
         return self.hooks

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from trigram.elastic.recovery import Pass
 from trigram.errors import TrigramError
+from trigram.training.elastic_model import Pass
 
 
 class Elasticity(Protocol):
-    """What training calls when ranks may be lost or join; :class:`trigram.elastic.recovery.ElasticModel`
-    implements it for elastic jobs.
+    """What training calls when ranks may be lost or join.
+
+    :class:`trigram.training.elastic_model.ElasticModel` implements it for elastic jobs.
 
     Attributes:
         can_redo: Whether the averages of a backward pass may be repeated, so that training keeps a backup of

@@ -25,11 +25,11 @@ from trigram.averaging import sparse
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
-from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.errors import MismatchError, MisuseError, TrigramError
 from trigram.runtime.group import Group
 from trigram.training import joined_optimizers, optimizer_hooks
 from trigram.training.buffer_broadcast import BufferBroadcast
+from trigram.training.elastic_model import ElasticModel, SharedState
 from trigram.training.gradients import in_parts
 from trigram.training.gradients.backup import GradientBackup
 from trigram.training.gradients.bucket_order import BucketOrder

@@ -21,12 +21,12 @@ from trigram import _core
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
-from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.errors import MismatchError
 from trigram.observe import steps
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
+from trigram.training.elastic_model import ElasticModel, SharedState
 from trigram.training.elasticity import Elasticity, FixedRanks
 from trigram.training.parameters import Parameters
 from trigram.training.passes import Passes, PassMethod
@@ -159,7 +159,7 @@ class StepHooks:
         """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
 
     def hand_over(self, group: Group) -> None:
-        """Ranks are about to leave an elastic job; see :class:`~trigram.elastic.recovery.ElasticHooks`."""
+        """Ranks are about to leave a job; see :class:`~trigram.training.elastic_model.ElasticHooks`."""
 
     def leave(self) -> None:
         """This rank has left an elastic job; see there."""
@@ -192,7 +192,7 @@ class StepHooks:
 
     @property
     def keeps_weights(self) -> bool:
-        """See :class:`trigram.elastic.recovery.ElasticHooks`."""
+        """See :class:`trigram.training.elastic_model.ElasticHooks`."""
         return False
 
     def between_steps(self) -> None:

@@ -21,7 +21,6 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
-from trigram.elastic.recovery import ElasticModel
 from trigram.errors import TrigramError, UnsupportedError
 from trigram.observe import steps
 from trigram.runtime import job
@@ -29,6 +28,7 @@ from trigram.runtime.group import Group
 from trigram.runtime.inference_mode import kept_tensors
 from trigram.training import adam_variance
 from trigram.training.boundaries import Boundaries
+from trigram.training.elastic_model import ElasticModel
 from trigram.training.fragments import Fragment, of_model
 from trigram.training.model_changes import agree_on_change
 from trigram.training.model_checks import AveragedOptimizer

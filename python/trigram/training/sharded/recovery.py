@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.errors import TrigramError
+from trigram.training.elastic_model import ElasticModel, SharedState
 from trigram.training.sharded.agreement import agree, agree_on_options, explained
 from trigram.training.sharded.state import ShardedState
 from trigram.training.sharded.weights.divided_weights import Parts

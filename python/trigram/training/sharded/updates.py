@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from trigram.averaging.groups import ModelGroups
-from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.errors import MisuseError
 from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
+from trigram.training.elastic_model import ElasticModel, SharedState
 from trigram.training.gradients.buckets import Bucket
 from trigram.training.sharded.lent_parts import LentParts
 from trigram.training.sharded.optimizer_calls import OptimizerCalls

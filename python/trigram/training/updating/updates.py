@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.runtime.group import Group
+from trigram.training.elastic_model import ElasticModel, SharedState
 from trigram.training.gradients.buckets import Bucket
 from trigram.training.step_hooks import StepHooks
 

@@ -20,10 +20,10 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
-from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.runtime.records import broadcast_bytes
 from trigram.training import optimizer_hooks
+from trigram.training.elastic_model import ElasticModel, Stateful
 from trigram.training.sharded.agreement import explained, plain_options
 from trigram.training.sharded.elastic.moving import Cut, NextCut, collect_weights, move_state
 from trigram.training.sharded.recovery import Recovery

@@ -27,6 +27,12 @@ def test_finetuning(algorithm: str) -> None:
         assert after < 0.8 * before
 
 
+def test_an_elastic_trainer() -> None:
+    pytest.importorskip("transformers")
+    for before, after in run(2, play, "transformers_elastic", timeout=240):
+        assert after < 0.8 * before
+
+
 def test_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 1 dies in step 50 and is replaced."""
     pytest.importorskip("ray")

@@ -320,6 +320,10 @@ BESIDE = {
         "what averages gradients and goes with `elastic=True`",
         "tests/integrations/test_lightning_elastic.py",
     ),
+    "transformers' Trainer in elastic jobs, `TrigramElasticTrainer`": (
+        "what averages gradients and goes with `elastic=True`",
+        "tests/frameworks/test_transformers_elastic.py",
+    ),
     "ranks as threads, `trigram.Job`": (
         "all algorithms; eight have the bits of processes in a test",
         "tests/runtime/test_job.py",

@@ -120,7 +120,7 @@ def prepare_model(
         return prepared
     own = [o for o in optimizers if _has_parameters_of(o, module)]
     if len(own) == 1:
-        options.setdefault("optimizer", _plain(own[0]))
+        options.setdefault("optimizer", plain(own[0]))
     if (given := accelerator.ddp_handler) is not None:
         options.setdefault("bucket_mb", given.bucket_cap_mb)
         options.setdefault("broadcast_buffers", given.broadcast_buffers)
@@ -151,7 +151,8 @@ def _check(accelerator: Accelerator) -> None:
         )
 
 
-def _plain(optimizer: Optimizer) -> Optimizer:
+def plain(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, where Accelerate has prepared it."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

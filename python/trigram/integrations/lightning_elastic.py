@@ -20,7 +20,8 @@ import trigram
 from trigram.algorithms.trigram import Trigram
 from trigram.data import ElasticLoader
 from trigram.elastic.draining import Draining
-from trigram.errors import MismatchError, MisuseError
+from trigram.errors import MisuseError
+from trigram.integrations import elastic_calls
 
 try:
     from lightning.pytorch.callbacks import (
@@ -41,6 +42,10 @@ _DECIDED = "_defer_save_until_validation", "_last_global_step_saved"
 """Of a ModelCheckpoint: what decides whether it saves, and is not in its state."""
 _WHOLE = (
     "trigram_elastic: Trainer({}) is not supported: ElasticLoader deals the samples of whole steps and epochs"
+)
+_SAME_CALLS = (
+    "all ranks log the same metrics with sync_dist=True and have the same callbacks, and a metric that is "
+    "logged in some batches of an epoch only is unknown to a rank that joins after them"
 )
 _REDUCTIONS = {
     "mean": lambda t: t.float().mean(0) if not t.is_floating_point() else t.mean(0),
@@ -88,7 +93,7 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         self._trainer: Any = None
         self._asked_by_signal: Any = None
         self._entered = False
-        super().__init__(device or _own_device(), **more)
+        super().__init__(device or elastic_calls.own_device(), **more)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -237,16 +242,7 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
 
     def _of_all(self, what: str, value: Any) -> list[Any]:
         """The values of the ranks that train; after this one has left, its own."""
-        if not trigram.is_initialized():
-            return [value]
-        told = trigram.elastic_all_gather([what, value])
-        if others := {theirs for theirs, _ in told} - {what}:
-            raise MismatchError(
-                f"trigram_elastic: this rank calls {what}, and others {', '.join(sorted(others))}; all ranks "
-                "log the same metrics with sync_dist=True and have the same callbacks, and a metric that is "
-                "logged in some batches of an epoch only is unknown to a rank that joins after them"
-            )
-        return [value for _, value in told]
+        return elastic_calls.of_all(self.strategy_name, what, value, _SAME_CALLS)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the ranks that train; the mean unless another operation is named."""
@@ -383,12 +379,6 @@ def _goes_on(loop: Any) -> None:
     for inner in vars(loop).values():
         if isinstance(inner, _Loop):
             _goes_on(inner)
-
-
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 TrigramElasticStrategy.register_strategies(StrategyRegistry)

@@ -49,8 +49,8 @@ def refuse_elastic(options: Mapping[str, Any], library: str) -> None:
     if options.get("elastic", False) is not False:
         raise UnsupportedError(
             f"elastic: not supported under {library}, whose process group has a fixed number of ranks; use a "
-            'loop of your own, Lightning\'s Trainer(strategy="trigram_elastic"), or Ray Train with '
-            "TrigramConfig(elastic=True)"
+            'loop of your own, Lightning\'s Trainer(strategy="trigram_elastic"), '
+            "transformers_elastic.TrigramElasticTrainer, or Ray Train with TrigramConfig(elastic=True)"
         )
 
 

@@ -1,0 +1,41 @@
+"""What the integrations for elastic jobs share: calls of all ranks that have names, and a rank's own GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import trigram
+from trigram.errors import MismatchError
+
+
+def of_all(library: str, what: str, value: Any, advice: str) -> list[Any]:
+    """The values of the ranks that train, see :func:`trigram.elastic_all_gather`; after this one has left,
+    its own.
+
+    Args:
+        library: Who calls, for errors.
+        what: What is called, so that ranks that are at different calls do not get each other's values.
+        value: This rank's.
+        advice: What keeps ranks at the same calls.
+
+    Raises:
+        MismatchError: Other ranks are at another call.
+    """
+    if not trigram.is_initialized():
+        return [value]
+    told = trigram.elastic_all_gather([what, value])
+    if others := {theirs for theirs, _ in told} - {what}:
+        raise MismatchError(
+            f"{library}: this rank calls {what}, and others {', '.join(sorted(others))}; {advice}"
+        )
+    return [value for _, value in told]
+
+
+def own_device() -> torch.device:
+    """The GPU ``$LOCAL_RANK``, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -78,6 +78,10 @@ class Says(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, pause: float) -> None:
         self.pause = pause
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step:  # this rank has joined
+            (scratch() / "waits-for-a-rank").unlink(missing_ok=True)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         model.had, model.epoch = [], int(state.epoch or 0)
 
@@ -85,6 +89,8 @@ class Says(transformers.TrainerCallback):  # type: ignore[misc]
         whole = state.epoch == int(state.epoch)
         say((int(state.epoch) - whole, state.global_step, model.had))
         time.sleep(self.pause)
+        if state.epoch > EPOCHS / 2 and (scratch() / "waits-for-a-rank").exists():
+            time.sleep(2)  # a step later it may be there
         if whole:
             dies("last", int(state.epoch) - 1)
 
@@ -186,6 +192,7 @@ def test_a_rank_is_lost_and_comes_back(victim: int, where: str, accumulated: int
     arguments = (0.3, None, settings)
     with Ranks(3, _trained, *arguments) as ranks:
         (ranks.dir / f"dies-{victim}-{where}-0").touch()
+        (ranks.dir / "waits-for-a-rank").touch()
         process = ranks.ranks[victim].process
         until(lambda: not ranks.hear(0.1) or not process.is_alive(), 60, "a loss")
         before = list(ranks.ranks[victim].said)

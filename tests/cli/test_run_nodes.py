@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.checks import says
 from tests.support.elastic_script import dies_once
 from tests.support.harness import free_port, until
+from trigram.cli import nodes as meeting
 
 pytestmark = pytest.mark.waits
 
@@ -101,7 +103,9 @@ def test_launchers_that_do_not_come(tmp_path: Path) -> None:
     first = _launcher(tmp_path, port, "-n", "1", script, nodes=3)
     until(lambda: not _free(port), 30, "the store")
     second = _launcher(tmp_path, port, "-n", "1", script, nodes=3)
-    time.sleep(4)
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    until(lambda: int(store.add(meeting._COUNT, 0)) == 2, 60, "the second launcher")
+    time.sleep(0.5)  # it waits for the third
     first.terminate()
     code, errors, _ = _ended([second])[0]
     first.kill()

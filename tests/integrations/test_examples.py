@@ -17,9 +17,10 @@ def test_of_a_library(name: str) -> None:
     assert min(accuracies) > 0.85 and accuracies[0] == accuracies[1], accuracies
 
 
-def test_lightning_in_an_elastic_job() -> None:
-    pytest.importorskip("lightning")
-    accuracies = run(2, play, "lightning_elastic", timeout=120)
+@pytest.mark.parametrize("name", ["lightning_elastic", "accelerate_elastic"])
+def test_in_an_elastic_job(name: str) -> None:
+    pytest.importorskip(name.split("_", maxsplit=1)[0])
+    accuracies = run(2, play, name, timeout=120)
     assert min(accuracies) > 0.85 and accuracies[0] == accuracies[1], accuracies
 
 

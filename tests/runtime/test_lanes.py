@@ -204,7 +204,7 @@ def _stands_still(rank: int, world: int, how: str) -> tuple[str, float]:
     t = torch.ones(64_000_000)  # which takes far longer than the peer runs
     said, spent = "", 0.0
     if rank == 1:
-        trigram.recv(t, 0, group=limited)
+        trigram.recv(t, 0)
         work = trigram.recv(t, 0, group=limited, async_op=True)
         time.sleep(0.01)
         say("stops")
@@ -212,7 +212,7 @@ def _stands_still(rank: int, world: int, how: str) -> tuple[str, float]:
         with pytest.raises(trigram.TrigramError):
             work.wait()
     else:
-        trigram.send(t, 1, group=limited)
+        trigram.send(t, 1)
         if how == "interrupt":
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 1.5)

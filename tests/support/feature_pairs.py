@@ -320,6 +320,10 @@ BESIDE = {
         "what averages gradients and goes with `elastic=True`",
         "tests/integrations/test_lightning_elastic.py",
     ),
+    "Accelerate in elastic jobs, `ElasticAccelerator`": (
+        "what averages gradients and goes with `elastic=True`",
+        "tests/integrations/test_accelerate_elastic.py",
+    ),
     "transformers' Trainer in elastic jobs, `TrigramElasticTrainer`": (
         "what averages gradients and goes with `elastic=True`",
         "tests/frameworks/test_transformers_elastic.py",

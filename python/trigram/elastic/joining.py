@@ -30,7 +30,7 @@ from trigram.elastic.membership import Membership
 from trigram.elastic.replicas import Replicas
 from trigram.elastic.spares import Spares
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
-from trigram.runtime import job, world
+from trigram.runtime import job, launchers, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import World
 from trigram.runtime.live_store import connect_again
@@ -125,6 +125,7 @@ class Start:
         mine.replicas = self.replicas
         if self.queue is not None:
             self.queue.serve(self.rank == 0, mine.status())
+        launchers.tell_launcher()
         return mine
 
 
@@ -208,6 +209,7 @@ def join(timeout: float = 300.0) -> None:
         joined = new.elastic
         assert isinstance(joined, Membership)
         mine.queue.serve(new.rank == joined.ranks[0], joined.status())
+        launchers.tell_launcher()
         return
     raise TimeoutError(
         f"elastic: rank {now.rank} tried for {timeout:.0f} s to join the job; the last try: {reason}"

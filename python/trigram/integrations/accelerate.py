@@ -129,7 +129,12 @@ def prepare_model(
     return prepared
 
 
-def _check(accelerator: Accelerator) -> None:
+def check_kind(accelerator: Accelerator) -> None:
+    """Raises where Accelerate itself wraps models.
+
+    Raises:
+        UnsupportedError: See :func:`prepare`.
+    """
     kind = DistributedType(accelerator.distributed_type).name
     kind = "a parallelism_config" if accelerator.parallelism_config else kind
     if kind in _WRAPPED_BY_ACCELERATE or accelerator.parallelism_config:
@@ -143,12 +148,31 @@ def _check(accelerator: Accelerator) -> None:
             f"prepare: comm_hook={hook} of DistributedDataParallelKwargs has no effect here; pass "
             "algorithm=, for example 'central/f16/sync' or 'powersgd'"
         )
+
+
+def _check(accelerator: Accelerator) -> None:
+    check_kind(accelerator)
     if accelerator.num_processes != trigram.world_size():
         raise MisuseError(
             f"prepare: Accelerate counts {accelerator.num_processes} process(es) and Trigram "
             f"{trigram.world_size()}, so ranks would train on the same data; on hosts without GPUs pass "
             "cpu=True to Accelerator, or set ACCELERATE_USE_CPU=true"
         )
+
+
+def own_optimizer(who: str, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer:
+    """The optimizer among these that has the model's parameters, itself.
+
+    Raises:
+        MisuseError: There is none, or there are several.
+    """
+    own = [plain(each) for each in optimizers if _has_parameters_of(each, model)]
+    if len(own) != 1:
+        raise MisuseError(
+            f"{who}: {type(model).__name__} has {len(own)} optimizers among the objects; pass the one that "
+            "has its parameters in the same call"
+        )
+    return own[0]
 
 
 def plain(optimizer: Optimizer) -> Optimizer:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import trigram
 from trigram.errors import MismatchError
+from trigram.runtime import world
+
+OfAll = Callable[[str, Any], list[Any]]
+"""Gathers values of all ranks, for a call of that name."""
 
 
 def of_all(library: str, what: str, value: Any, advice: str) -> list[Any]:
@@ -32,6 +37,22 @@ def of_all(library: str, what: str, value: Any, advice: str) -> list[Any]:
             f"{library}: this rank calls {what}, and others {', '.join(sorted(others))}; {advice}"
         )
     return [value for _, value in told]
+
+
+def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Callable[[], Any]) -> Any:
+    """What ``write()`` has returned on the first rank, which alone calls it; if that rank is lost before all
+    know that it is done, the next one does it again."""
+    while True:
+        mine = [True, write()] if is_first() else [False, None]
+        for wrote, result in of_all(what, mine):
+            if wrote:
+                return result
+
+
+def has_joined() -> bool:
+    """Whether this rank came after the job's start, and has made no step yet."""
+    present = world.present()
+    return present is not None and present.elastic is not None and present.elastic.newcomer
 
 
 def own_device() -> torch.device:

@@ -50,7 +50,7 @@ def refuse_elastic(options: Mapping[str, Any], library: str) -> None:
         raise UnsupportedError(
             f"elastic: not supported under {library}, whose process group has a fixed number of ranks; use a "
             'loop of your own, Lightning\'s Trainer(strategy="trigram_elastic"), '
-            "transformers_elastic.TrigramElasticTrainer, or Ray Train with TrigramConfig(elastic=True)"
+            "ElasticAccelerator, TrigramElasticTrainer, or Ray Train with TrigramConfig(elastic=True)"
         )
 
 

@@ -339,17 +339,18 @@ class TrigramElasticTrainerMixin(_Mixed):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The first rank saves; if it is lost meanwhile, the next one saves again."""
         self.store_flos()
-        best = None
-        while best is None:
-            if writes := self.is_world_process_zero():
-                self._writes_alone = True
-                try:
-                    super()._save_checkpoint(model, trial)
-                finally:
-                    self._writes_alone = False
-            told = self._of_all("save a checkpoint", [writes, self.state.best_model_checkpoint])
-            best = next((theirs for wrote, *theirs in told if wrote), None)
-        self.state.best_model_checkpoint = best[0]
+
+        def write() -> Any:
+            self._writes_alone = True
+            try:
+                super(TrigramElasticTrainerMixin, self)._save_checkpoint(model, trial)
+            finally:
+                self._writes_alone = False
+            return self.state.best_model_checkpoint
+
+        self.state.best_model_checkpoint = elastic_calls.by_first(
+            self._of_all, "save a checkpoint", self.is_world_process_zero, write
+        )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from trigram.runtime.end_signals import EndSignals
-from trigram.runtime.launchers import find, free_port, set_variables
+from trigram.runtime.launchers import MEMBER, find, free_port, set_variables
 from trigram.runtime.rank_output import RankOutput
 
 POLL_SECONDS = 0.02
@@ -146,10 +146,17 @@ def launch(
         error_files: list[IO[bytes] | None] = []
         signals = EndSignals(stack)
         output = RankOutput(prefix, tee)
+        members = Path(stack.enter_context(tempfile.TemporaryDirectory())) if restarts else None
         stack.callback(output.drain)
         stack.callback(end, processes, signals)
 
+        def is_member(rank: int) -> bool:
+            return members is None or (members / str(rank)).exists()
+
         def start(rank: int) -> subprocess.Popen[bytes]:
+            if members is not None:
+                (members / str(rank)).unlink(missing_ok=True)
+                base[MEMBER] = str(members / str(rank))
             if error_files[rank] is not None:
                 return start_rank(
                     rank, command, base, stdout=subprocess.DEVNULL, stderr=error_files[rank], first=first
@@ -164,7 +171,7 @@ def launch(
             error_files.append(None if shown else stack.enter_context(tempfile.TemporaryFile()))
             processes.append(start(rank))
         try:
-            code, failed = _watch(processes, signals, timeout, start, restarts, least, first)
+            code, failed = _watch(processes, signals, timeout, start, is_member, restarts, least, first)
         except KeyboardInterrupt:
             end(processes, signals, interrupted=True)
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
@@ -269,6 +276,7 @@ def _watch(
     signals: EndSignals,
     timeout: float | None,
     start: Callable[[int], subprocess.Popen[bytes]],
+    is_member: Callable[[int], bool],
     restarts: int,
     least: int | None,
     lowest: int,
@@ -280,6 +288,7 @@ def _watch(
         signals: What this process notes.
         timeout: See `launch`.
         start: Starts a rank.
+        is_member: Whether a rank has entered the job since it was started.
         restarts: See `launch`.
         least: See `launch`.
         lowest: The first of these ranks in the job.
@@ -308,6 +317,10 @@ def _watch(
                 )
                 processes[rank], codes[rank] = start(rank), None
                 again.add(rank)
+            elif rank in again and 0 in codes and not is_member(rank):
+                # What it failed for is that the others have finished, such as a store that is gone.
+                lost.add(rank)
+                sys.stderr.write(f"trigram: the job has finished without rank {lowest + rank}\n")
             elif first is None:
                 left = codes.count(None) + codes.count(0)
                 if least is None or left < least:

@@ -15,12 +15,15 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trigram.errors import ConfigError
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FF00
 """Slurm numbers the steps that ``srun`` has not launched, such as batch scripts, from the top."""
+MEMBER = "TRIGRAM_MEMBER_FILE"
+"""A file that a rank makes once it is a member of an elastic job, for the launcher that has started it."""
 _FIRST_PORT, _PORTS = 15_000, 15_000
 """Ports that jobs are given by their names: below those that systems give to clients."""
 
@@ -52,6 +55,13 @@ class Process:
     job: str | None = None
     port: int | None = None
     advice: str = "set WORLD_SIZE, and MASTER_ADDR to the host of rank 0, the same for all ranks"
+
+
+def tell_launcher() -> None:
+    """This rank has entered its elastic job."""
+    if name := os.environ.get(MEMBER):
+        with suppress(OSError):  # the launcher has ended
+            Path(name).touch()
 
 
 def set_variables(env: MutableMapping[str, str], rank: int | None = None, size: int | None = None) -> str:

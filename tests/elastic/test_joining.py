@@ -438,3 +438,47 @@ def test_who_has_no_secret_is_not_let_in() -> None:
         results = ranks.results(60)
     got = the_same(results, [0, 1])
     assert got["history"] == [(0, 1)] * steps
+
+
+class Steps:
+    """So many steps have been made."""
+
+    made = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.made = state["made"]
+
+
+def freezes(rank: int, world: int) -> tuple[list[bool], torch.Tensor]:
+    """The first bias is frozen after three steps, by which a rank that comes later is not there."""
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer, steps, is_late = torch.optim.Adam(net.parameters(), lr=0.1), Steps(), trigram.rank() < 0
+    trigram.with_bagua(net, optimizer=optimizer, elastic=[steps])
+    while steps.made < 8 or trigram.world_size() < 3:
+        if not is_late and steps.made == 3:
+            net[0].bias.requires_grad_(False)
+        if not is_late and rank == 1 and steps.made == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        net(torch.ones(3, 6)).sum().backward()
+        optimizer.step()
+        steps.made += 1
+        time.sleep(0.05)
+    return [p.requires_grad for p in net.parameters()], torch.cat([p.flatten() for p in net.parameters()])
+
+
+def test_who_comes_late_freezes_what_is_frozen() -> None:
+    with Ranks(3, freezes) as ranks:
+        until(lambda: not ranks.ranks[1].process.is_alive(), 60)
+        ranks.restart(1, freezes)
+        (frozen, weights), *others = ranks.results(60)
+    assert frozen == [True, False, True, True]
+    for theirs, found in others:
+        assert theirs == frozen
+        torch.testing.assert_close(found, weights, rtol=0, atol=0)

@@ -231,7 +231,93 @@ def test_a_rank_is_asked_to_leave_and_a_checkpoint_is_resumed() -> None:
         again = run(2, _trained, 0.0, last, more)
     assert left["at"][0] == EPOCHS
     _same(again)
-    assert again[0]["at"][:2] == (EPOCHS + 1, left["at"][1] + SAMPLES // BATCH // 2)
+    steps = SAMPLES // BATCH // 2
+    assert again[0]["at"][:2] == (EPOCHS + 1, left["at"][1] + steps)
+    rates = [rate for step, _, rate in again[0]["logs"] if rate is not None and step > left["at"][1]]
+    assert rates == sorted(rates, reverse=True) and 0.05 / (EPOCHS + 1) > rates[0] > rates[-1] > 0
+
+
+class Changes(transformers.TrainerCallback):  # type: ignore[misc]
+    """It ends epochs early, and says what it is told at the beginnings."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        say(("train", state.global_step))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        say(("epoch", int(state.epoch or 0)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.log_history.append({"step": state.global_step, "tensor": torch.ones(2)})
+        if state.global_step == 2:
+            dies("after two", 0)
+        control.should_epoch_stop = state.global_step in (4, 14, 20)
+        control.should_log = state.global_step % 2 == 0
+
+
+def _changes(rank: int, world: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    t = trainer(0.3, load_best_model_at_end=False, save_strategy="no", eval_on_start=True)
+    own = torch.optim.SGD(t.model.parameters(), lr=0.1)
+    planned = EPOCHS * SAMPLES // BATCH // world
+    t.optimizer, t.lr_scheduler = own, torch.optim.lr_scheduler.OneCycleLR(own, 0.1, planned + 1)
+    t.add_callback(Changes())
+    t.train()
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in t.model.parameters()]),
+        "at": (t.state.epoch, t.state.global_step),
+        "rate": t.lr_scheduler.get_last_lr(),
+        "loss": [entry["loss"] for entry in t.state.log_history if "loss" in entry],
+    }
+
+
+def test_callbacks_of_a_rank_that_joins() -> None:
+    """It begins where the others are; they end epochs early, and a scheduler counts steps."""
+    with Ranks(3, _changes) as ranks:
+        (ranks.dir / "dies-1-after two-0").touch()
+        (ranks.dir / "waits-for-a-rank").touch()
+        process = ranks.ranks[1].process
+        until(lambda: not ranks.hear(0.1) or not process.is_alive(), 60, "a loss")
+        ranks.restart(1, _changes)
+        found = _same(ranks.results(120))
+        began = [s for s in ranks.ranks[1].said if isinstance(s, tuple) and isinstance(s[0], str)]
+    (train, step), *epochs = began
+    assert train == "train" and step > 0 and 1 <= len(epochs) <= EPOCHS and epochs == sorted(epochs), began
+    assert found["at"][0] == EPOCHS
+
+
+def _twice(rank: int, world: int) -> None:
+    from trigram.integrations import transformers_elastic
+
+    t = trainer(num_train_epochs=1)
+    t.train()
+    says(raises(trigram.MisuseError, t.train), "train has been called before", "start()")
+    trigram.shutdown()
+    transformers_elastic.start()
+    t = trainer(num_train_epochs=1, gradient_accumulation_steps=2)
+    seen = []
+    theirs = t.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        seen.append(t.args.gradient_accumulation_steps)
+        return theirs(*args, **kwargs)
+
+    t.compute_loss = compute_loss
+    t.train()
+    assert t.lr_scheduler.get_last_lr()[0] == 0 and set(seen) == {2}
+    # A checkpoint of a training that is over, and one that does not say which samples were used.
+    last = scratch() / "out" / f"checkpoint-{t.state.global_step}"
+    for file, steps in (("trigram_elastic.pt", t.state.global_step), ("scheduler.pt", t.state.global_step)):
+        trigram.shutdown()
+        again = trainer(max_steps=t.state.global_step)
+        again.train(resume_from_checkpoint=str(last))
+        assert again.state.global_step == steps
+        trigram.barrier()
+        (last / file).unlink(missing_ok=True)
+        trigram.barrier()
+
+
+def test_one_training_after_another() -> None:
+    run(2, _twice)
 
 
 def _tokens(rank: int, world: int) -> Tensor:
@@ -258,12 +344,12 @@ def _tokens(rank: int, world: int) -> Tensor:
     t = transformers_elastic.TrigramElasticTrainer(
         transformers.GPT2LMHeadModel(settings), args, train_dataset=data
     )
-    t.train()
-    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
+    loss = t.train().training_loss
+    return torch.cat([*(p.detach().flatten() for p in t.model.parameters()), torch.tensor([loss])])
 
 
 def test_each_token_counts_alike_on_whichever_rank() -> None:
-    """As the Trainer's average_tokens_across_devices asks for."""
+    """As the Trainer's average_tokens_across_devices asks for; in gradients, and in the logs."""
     alone = run(1, _tokens)[0]
     for world in (2, 3):
         torch.testing.assert_close(run(world, _tokens)[0], alone, rtol=1e-5, atol=1e-6)
@@ -287,7 +373,18 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(rows())
 
 
+class Sampled(transformers.Trainer):  # type: ignore[misc]
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return None
+
+
 def _refused(rank: int, world: int) -> None:
+    from trigram.integrations import transformers_elastic
+
+    kind = type("Mixed", (transformers_elastic.TrigramElasticTrainerMixin, Sampled), {})
+    transformers_elastic.start()
+    args = transformers.TrainingArguments(output_dir=str(scratch() / "out"), use_cpu=True, report_to=[])
+    says(raises(trigram.UnsupportedError, kind, Net(), args, train_dataset=rows()), "Sampled._get_train_sam")
     for more in (
         {"auto_find_batch_size": True},
         {"dataloader_drop_last": True},
@@ -295,9 +392,6 @@ def _refused(rank: int, world: int) -> None:
         {"train_sampling_strategy": "group_by_length"},
     ):
         says(raises(trigram.UnsupportedError, trainer, **more), *more)
-    t = trainer(num_train_epochs=1)
-    t.train()
-    says(raises(trigram.MisuseError, t.train), "train has been called for this model before")
     t = trainer(max_steps=3)
     t.train_dataset = Stream()
     says(raises(trigram.MisuseError, t.train), "ElasticLoader", "map-style")

@@ -40,6 +40,8 @@ _SAY_HOW_MANY = (
     "MV2_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
 )  # fmt: skip
 """By these Accelerate sees that it is to make a process group."""
+_TAKEN = "TRIGRAM_TAKEN_"
+"""With this before their names they stay in the environment."""
 _SAME_CALLS = (
     "all ranks call gather, reduce, wait_for_everyone and save_state in the same order; a number that a rank "
     "has noted before it joined, such as an epoch, is old: ask loader.epoch after the loop over the loader"
@@ -64,6 +66,9 @@ def start() -> None:
         MisuseError: Accelerate has begun as one of several processes, or the job is not elastic.
     """
     if not trigram.is_initialized():
+        for name in _SAY_HOW_MANY:  # of an earlier call, whose job has ended
+            if (taken := os.environ.pop(_TAKEN + name, None)) is not None:
+                os.environ[name] = taken
         trigram.init(elastic=True)
     if world.current().elastic is None:
         raise MisuseError("start: trigram.init was called without elastic=True; leave the call to start()")
@@ -71,7 +76,8 @@ def start() -> None:
     if (device := elastic_calls.own_device()).type == "cuda":
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
     for name in _SAY_HOW_MANY:
-        os.environ.pop(name, None)
+        if (taken := os.environ.pop(name, None)) is not None:
+            os.environ[_TAKEN + name] = taken
 
 
 def check_alone(who: str) -> None:

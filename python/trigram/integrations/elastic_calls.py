@@ -49,6 +49,12 @@ def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Call
                 return result
 
 
+def is_late() -> bool:
+    """Whether this rank came after the job's start, and has not joined it yet."""
+    present = world.present()
+    return present is not None and present.elastic is not None and not present.elastic.ranks
+
+
 def has_joined() -> bool:
     """Whether this rank came after the job's start, and has made no step yet."""
     present = world.present()

@@ -28,6 +28,7 @@ from trigram.data import ElasticLoader
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.integrations import accelerate, accelerate_elastic, elastic_calls
 from trigram.integrations.accelerate_elastic import start
+from trigram.runtime import job
 from trigram.runtime.logs import logger
 
 try:
@@ -48,13 +49,19 @@ else:
 __all__ = ["TrigramElasticTrainer", "TrigramElasticTrainerMixin", "start"]
 _FILE = "trigram_elastic.pt"
 """What of a job is in none of the Trainer's own files, in a checkpoint's folder."""
+_MADE = object()
+"""In the place of the parts of a step whose pass is made."""
+_ROUNDING = 1e-6
 _OF_THIS_RANK = "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search"
 _SAME_CALLS = "all ranks train, evaluate and save at the same steps, and have the same callbacks"
 _LOGGED = (
-    "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
-    "_initial_num_input_tokens_seen", "current_flos",
+    "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen",
 )  # fmt: skip
-"""The Trainer's sums since it has logged."""
+"""The Trainer's numbers since it began and has logged."""
+_BY_PARTS = "training_step", "floating_point_ops", "_track_num_input_tokens"
+"""What the Trainer calls with a batch, which here is that of a whole step, in parts."""
+_DEALS = "get_train_dataloader", "_get_train_sampler"
+"""What ElasticLoader takes the place of."""
 _OF_DDP = {"bucket_mb": "ddp_bucket_cap_mb", "broadcast_buffers": "ddp_broadcast_buffers"}
 _REFUSED: dict[str, tuple[Any, str]] = {
     "auto_find_batch_size": (False, "the batch size of the ranks has to be the same"),
@@ -109,7 +116,10 @@ class TrigramElasticTrainerMixin(_Mixed):
         self._resumed: str | None = None
         self._writes_alone = False
         self._items = 1.0  # those by which the loss of this step is divided
-        self.epoch_now = 0.0
+        self._losses = [0.0, 0.0]  # since the last log: losses times their items, and items
+        self._accumulated = 1
+        self._stay: Any = None  # the job in which this has trained
+        self._begun: Iterator[Any] | None = None  # on a rank that has joined: the loader, in its first step
         self.current_flos: Any = 0
         self.lr_scheduler: Any = None
         super().__init__(*args, **kwargs)
@@ -118,7 +128,7 @@ class TrigramElasticTrainerMixin(_Mixed):
 
     def create_accelerator_and_postprocess(self) -> None:
         """See the Trainer; checks the arguments, before a model is placed."""
-        _check(self.args)
+        _check(self.args, type(self))
         device = self.args.distributed_state.device
         if device.type == "cuda":  # the Trainer of one process would take all GPUs
             self.args._n_gpu = 1
@@ -150,28 +160,50 @@ class TrigramElasticTrainerMixin(_Mixed):
             worker_init_fn=partial(seed_worker, num_workers=a.dataloader_num_workers, rank=trigram.rank()),
             **options,
         )
-        return _Steps(self._loader, own.dataset, self._train_batch_size, a.gradient_accumulation_steps)
+        self._check_samples()
+        return _Steps(self._loader, own, a.gradient_accumulation_steps)
+
+    def _check_samples(self) -> None:
+        if self._loader is not None and len(self._loader) == 0:
+            raise MisuseError(
+                f"TrigramElasticTrainer: the dataset has fewer samples than the job has ranks "
+                f"({trigram.world_size()}), so no step has one for each"
+            )
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """See the Trainer; where ``max_steps`` is given, as many epochs as it takes with any ranks."""
         epochs, *others = super().set_initial_training_values(args, dataloader)
         return (sys.maxsize if args.max_steps > 0 else epochs, *others)
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """See the Trainer; a rank that joins a running job has a newer state from the others."""
+        if elastic_calls.is_late():
+            resume_from_checkpoint = None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _init_training_state(self, max_steps: int, steps: int, *args: Any, **kwargs: Any) -> Any:
         super()._init_training_state(max_steps, steps, *args, **kwargs)
-        return 0, 0  # the loader knows which epoch it is
+        if self.args.max_steps > 0:
+            self.state.num_train_epochs = math.ceil(max_steps / max(1, steps))
+        return _ThisEpoch(self), 0
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
-        """See the Trainer; then wraps the model, where a rank that is late joins."""
-        if trigram.is_wrapped(self.model):
+        """See the Trainer; then wraps the model, where a rank that is late joins and makes its first pass."""
+        if self._stay is not None and not self._stay.over:
             raise MisuseError(
-                "TrigramElasticTrainer: train has been called for this model before, and ranks may join it "
-                "at any step; call trigram.shutdown() first, on all ranks"
+                "TrigramElasticTrainer: train has been called before, and ranks may join it at any step; for "
+                "another training call trigram.shutdown() and start() first, on all ranks"
             )
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._plan.planned = max_steps
+        self._stay = job.here().stay
+        self._plan = _Plan(max_steps)
+        model, train_dataloader = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        scheduler = self.lr_scheduler
+        if not isinstance(scheduler, (ReduceLROnPlateau, type(None))) and not self._is_ours(scheduler):
+            self.lr_scheduler = self.callback_handler.lr_scheduler = _Paced(scheduler)
         self._resumed = resume_from_checkpoint
         if resume_from_checkpoint is not None:
             self._go_on(resume_from_checkpoint)
@@ -183,31 +215,58 @@ class TrigramElasticTrainerMixin(_Mixed):
         for ours, theirs in _OF_DDP.items():
             if (given := getattr(self.args, theirs)) is not None:
                 options.setdefault(ours, given)
+        is_late = elastic_calls.is_late()
         trigram.with_bagua(
-            self.accelerator.unwrap_model(prepared[0], keep_torch_compile=False),
+            self.accelerator.unwrap_model(model, keep_torch_compile=False),
             self.algorithm,
             optimizer=accelerate.plain(self.optimizer),
             elastic=[_TrainerState(self, self._follows), *(more if isinstance(more, Sequence) else [])],
             **options,
         )
         self._follow_ranks()
-        return prepared
+        if is_late:
+            self._make_first_pass(model)
+        return model, train_dataloader
+
+    def _make_first_pass(self, model: nn.Module) -> None:
+        """The state of the others is there when the first backward pass of a rank that joins has ended. So it
+        makes that pass here, and its loop begins where the others are, with the update."""
+        assert self._loader is not None
+        batches = iter(self._loader)
+        parts = next(batches)
+        self._by_parts("training_step", model, parts, self._get_num_items_in_batch(parts, self.args.device))
+        self._begun = batches
+        self._losses = [0.0, 0.0]  # of weights that the job has not
+        kept: Any = model
+
+        def keeps_gradients(*_: Any, **__: Any) -> None:
+            """Takes the place of the call before the loop."""
+            vars(kept).pop("zero_grad")
+
+        vars(kept)["zero_grad"] = keeps_gradients
+
+    def _is_ours(self, scheduler: Any) -> bool:
+        """Whether the Trainer has made it, as a function of the steps."""
+        return self._created_lr_scheduler and isinstance(scheduler, LambdaLR)
 
     # An epoch, and its steps.
 
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **given: Any) -> None:
         """See the Trainer; ends when the samples do, whoever was lost or has joined."""
-        loader = self._loader
+        loader, plan = self._loader, self._plan
         assert loader is not None
-        if epoch < loader.epoch:  # it was over before this rank joined, or went on
+        self._check_samples()
+        begun, self._begun = self._begun, None
+        if begun is None and self._is_over():
+            self.control.should_training_stop = True
             return
-        if epoch > loader.epoch:  # a callback has stopped the one before
-            loader.set_epoch(epoch)
-            self._plan.made = 0
-        batches = iter(loader)
-        if (first := next(batches, None)) is None:
-            return  # it was over then as well, which the loader has found now
+        batches = iter(loader) if begun is None else begun
+        first = _MADE if begun is not None else next(batches, None)
+        if first is None:  # it was over before this training went on, which the loader has found now
+            plan.share = 0.0
+            return
         resumed, self._resumed = self._resumed, None
+        self._accumulated = self.args.gradient_accumulation_steps
         given |= {
             "steps_in_epoch": sys.maxsize,
             "num_update_steps_per_epoch": sys.maxsize,
@@ -215,14 +274,29 @@ class TrigramElasticTrainerMixin(_Mixed):
             "epochs_trained": epoch,
             "steps_trained_in_current_epoch": 0,
         }
-        accumulated = self.args.gradient_accumulation_steps
-        # A step of the Trainer's loop is one of the job, whose parts `training_step` takes one by one: the
-        # last steps of an epoch have fewer.
-        self.args.gradient_accumulation_steps = 1
+        self.__dict__.update({name: partial(self._by_parts, name) for name in _BY_PARTS})
         try:
             super()._run_epoch(epoch=epoch, train_dataloader=chain([first], batches), **given)
         finally:
-            self.args.gradient_accumulation_steps = accumulated
+            for name in _BY_PARTS:
+                self.__dict__.pop(name)
+            self.restore_arguments()
+        if self.control.should_training_stop:
+            return
+        self._plan.share = 0.0
+        if loader.epoch == epoch:  # a callback has ended it
+            loader.set_epoch(epoch + 1)
+
+    def _is_over(self) -> bool:
+        """Whether the training that goes on had ended."""
+        assert self._loader is not None
+        if self.args.max_steps > 0:
+            return bool(self.state.global_step >= self.args.max_steps)
+        return self._loader.epoch + self._plan.share > self.args.num_train_epochs - 1e-9
+
+    def restore_arguments(self) -> None:
+        """The Trainer's loop has seen that a step is one batch; all others see the arguments as they are."""
+        self.args.gradient_accumulation_steps = self._accumulated
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The parts of the next step, as one batch."""
@@ -230,31 +304,36 @@ class TrigramElasticTrainerMixin(_Mixed):
         if parts is None:
             self.control.should_epoch_stop = True
             return [], None
-        items = self._get_num_items_in_batch(parts, device)
+        self.args.gradient_accumulation_steps = 1  # until `on_step_begin`
+        return [parts], None if parts is _MADE else self._get_num_items_in_batch(parts, device)
+
+    def _by_parts(self, name: str, *args: Any) -> Any:
+        """Calls a method of the Trainer, or of a subclass, for each part of a step."""
+        method = getattr(type(self), name)
+        if name == "floating_point_ops":
+            return 0 if args[0] is _MADE else sum(method(self, part) for part in args[0])
+        if name == "_track_num_input_tokens":
+            return self._count_tokens(method, () if args[0] is _MADE else args[0])
+        model, parts, items = args
+        if parts is _MADE:
+            return torch.zeros((), device=self.args.device)
+        *first, last = parts
         self._items = 1.0 if items is None else float(items)
-        return [parts], items
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """See the Trainer; of all parts of a step."""
-        *first, last = inputs
-        self.current_gradient_accumulation_steps = len(inputs)
+        self.current_gradient_accumulation_steps = len(parts)
         with trigram.no_sync(self.model):
-            losses = [
-                super(TrigramElasticTrainerMixin, self).training_step(model, p, num_items_in_batch)
-                for p in first
-            ]
-        return sum(losses, super().training_step(model, last, num_items_in_batch))
+            losses = [method(self, model, part, items) for part in first]
+        loss = sum(losses, method(self, model, last, items))
+        if self._items and (math.isfinite(float(loss)) or not self.args.logging_nan_inf_filter):
+            self._losses[0] += float(loss) * self._items
+            self._losses[1] += self._items
+        return loss
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """See the Trainer; of all parts of a step."""
-        return sum(super(TrigramElasticTrainerMixin, self).floating_point_ops(part) for part in inputs)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
+    def _count_tokens(self, method: Any, parts: Sequence[Any]) -> None:
         if self.args.include_num_input_tokens_seen == "no":
             return
         seen = self.state.num_input_tokens_seen
-        for part in inputs:
-            super()._track_num_input_tokens(part)
+        for part in parts:
+            method(self, part)
         own = int(self.state.num_input_tokens_seen - seen)
         self.state.num_input_tokens_seen = seen + sum(self._of_all("num_input_tokens_seen", own))
 
@@ -264,40 +343,37 @@ class TrigramElasticTrainerMixin(_Mixed):
         assert loader is not None
         self._follow_ranks()
         left = loader.steps_left(after=True)
-        plan.made += 1
-        self.epoch_now = loader.epoch + plan.made / (plan.made + left)
         if a.max_steps > 0:
-            ahead = max(1, state.max_steps - state.global_step)
+            ahead = max(1, a.max_steps - state.global_step)
         else:
             later = a.num_train_epochs - loader.epoch - 1  # epochs
-            this = left if later >= 0 else _whole((1 + later) * (plan.made + left)) - plan.made
+            share = plan.share + (1 - plan.share) / (1 + left)
+            # Of the last epoch, a part may be asked for.
+            this = left if later >= 0 else _whole((1 + later - share) / (1 - share) * left) if left else 0
             ahead = 1 + max(0, this) + max(0, _whole(later * len(loader)))
             if state.global_step + ahead != state.max_steps:
-                self._total_has_changed(state.global_step + ahead)
-        plan.at += (plan.planned - plan.at) / ahead
-        if left == 0:
-            plan.made = 0
+                state.max_steps = state.global_step + ahead
+                for bar in _bars(self):
+                    if bar.training_bar is not None:
+                        bar.training_bar.total = state.max_steps
+        plan.share = plan.share + (1 - plan.share) / (1 + left) if left else 1.0
+        before, plan.at = plan.at, plan.at + (plan.planned - plan.at) / ahead
         scheduler: Any = self.lr_scheduler
-        if isinstance(scheduler, LambdaLR):
-            scheduler.last_epoch = _number(plan.at - 1)  # type: ignore[assignment]  # `step` adds one
+        if isinstance(scheduler, _Paced):
+            scheduler.due = math.floor(plan.at + _ROUNDING) - math.floor(before + _ROUNDING)
+        elif self._is_ours(scheduler):
+            scheduler.last_epoch = _number(plan.at - 1)  # `step` adds one
 
-    def _total_has_changed(self, steps: int) -> None:
-        self.state.max_steps = steps
-        if not isinstance(self.lr_scheduler, (LambdaLR, ReduceLROnPlateau, type(None))):
-            logger.warning(
-                "TrigramElasticTrainer: with other ranks the training has %d steps; %s counts steps as they "
-                "were planned, and ends too early or too late",
-                steps,
-                type(self.lr_scheduler).__name__,
-            )
-        for bar in _bars(self):
-            if bar.training_bar is not None:
-                bar.training_bar.total = steps
+    def note_epoch(self) -> None:
+        """After a step, for callbacks and logs."""
+        assert self._loader is not None
+        self.state.epoch = self._loader.epoch + self._plan.share
 
     # What ranks tell each other.
 
     def _of_all(self, what: str, value: Any) -> list[Any]:
-        told = elastic_calls.of_all("TrigramElasticTrainer", what, value, _SAME_CALLS)
+        at = f"{what} after step {self.state.global_step}"
+        told = elastic_calls.of_all("TrigramElasticTrainer", at, value, _SAME_CALLS)
         self._follow_ranks()
         return told
 
@@ -317,9 +393,24 @@ class TrigramElasticTrainerMixin(_Mixed):
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            losses = self._of_all("log the loss", float(tr_loss))
-            tr_loss.fill_(sum(losses) / len(losses))
+            self._gather_loss(tr_loss)
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _gather_loss(self, tr_loss: torch.Tensor) -> None:
+        """The mean over all items since the last log, as the Trainer has it: times the steps."""
+        told = self._of_all("log the loss", self._losses)
+        self._losses = [0.0, 0.0]
+        items = sum(each[1] for each in told)
+        mean = sum(each[0] for each in told) / items if items else 0.0
+        tr_loss.fill_(mean * (self.state.global_step - self._globalstep_last_logged))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._gather_loss(self._tr_loss)
+        return super()._finalize_training(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """See the Trainer; not at the start of a rank that has joined, whose others are in a step."""
+        return {} if self._begun is not None else super()._evaluate(*args, **kwargs)
 
     def store_flos(self) -> None:
         """See the Trainer; of all ranks."""
@@ -355,24 +446,35 @@ class TrigramElasticTrainerMixin(_Mixed):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._loader is not None:
-            saved = {"loader": self._loader.state_dict(), "plan": dataclasses.asdict(self._plan)}
+            saved = {"loader": self._loader.state_dict(), "share": self._plan.share}
             torch.save(saved, Path(output_dir) / _FILE)
 
     def _go_on(self, checkpoint: str) -> None:
-        """The place in the epoch and in the schedule, after the rest of a checkpoint has been loaded."""
-        assert self._loader is not None
+        """The place in the epoch and in the schedule, after the rest of a checkpoint has been loaded. How
+        long the training is, this run's arguments and ranks say."""
+        loader, plan, a = self._loader, self._plan, self.args
+        assert loader is not None
         if (file := Path(checkpoint) / _FILE).exists():
             saved = torch.load(file, map_location="cpu", weights_only=True)
-            self._loader.load_state_dict(saved["loader"])
-            self.follow_plan(saved["plan"], self.lr_scheduler.state_dict())
-            return
-        # A checkpoint of another Trainer does not say which samples were used.
-        self._loader.set_epoch(int(self.state.epoch or 0))
-        self._plan.at = float(self.state.global_step)
-        logger.warning(
-            "TrigramElasticTrainer: %s has no %s, so the epoch %d begins anew", checkpoint, _FILE,
-            self._loader.epoch,
-        )  # fmt: skip
+            loader.load_state_dict(saved["loader"])
+            plan.share = saved["share"]
+        else:  # of another Trainer, which does not say which samples were used
+            loader.set_epoch(int((self.state.epoch or 0.0) + _ROUNDING))
+            logger.warning(
+                "TrigramElasticTrainer: %s has no %s, so epoch %d begins anew",
+                checkpoint,
+                _FILE,
+                loader.epoch,
+            )
+        done = self.state.global_step / a.max_steps if a.max_steps > 0 else 0.0
+        if a.max_steps <= 0 and a.num_train_epochs > 0:
+            done = (loader.epoch + plan.share) / a.num_train_epochs
+        plan.at = plan.planned * min(1.0, done)
+        if abs(plan.at - round(plan.at)) < _ROUNDING:
+            plan.at = float(round(plan.at))
+        if self._is_ours(self.lr_scheduler):
+            self.lr_scheduler.last_epoch = _number(plan.at)
+            _set_rates(self.lr_scheduler)
 
     def follow_plan(self, plan: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> None:
         """Goes on with the job's plan, and its schedule, whose length does not change with the ranks."""
@@ -380,14 +482,14 @@ class TrigramElasticTrainerMixin(_Mixed):
         if scheduler is None or self.lr_scheduler is None:
             return
         if self._created_lr_scheduler and planned != self._plan.planned:
+            is_paced = isinstance(self.lr_scheduler, _Paced)
             self.lr_scheduler = None
-            self.lr_scheduler = self.create_scheduler(self._plan.planned)
+            made = self.create_scheduler(self._plan.planned)
+            self.lr_scheduler = _Paced(made) if is_paced else made
             self.callback_handler.lr_scheduler = self.lr_scheduler
         self.lr_scheduler.load_state_dict(dict(scheduler))
-        if isinstance(self.lr_scheduler, LambdaLR):  # a new one has begun with its first rate
-            groups = accelerate.plain(self.optimizer).param_groups
-            for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+        if self._is_ours(self.lr_scheduler):  # a new one has begun with its first rate
+            _set_rates(self.lr_scheduler)
 
 
 class TrigramElasticTrainer(TrigramElasticTrainerMixin, Trainer):
@@ -400,13 +502,13 @@ class _Plan:
 
     Attributes:
         planned: The steps that it would have with the ranks of its start, by which rates are scheduled.
-        at: As many of those are done, in share.
-        made: Steps made in this epoch.
+        at: Of those, as many as are the share of the training that is done.
+        share: Of this epoch, what is done.
     """
 
     planned: int = 0
     at: float = 0.0
-    made: int = 0
+    share: float = 0.0
 
 
 class _Follows(TrainerCallback):  # type: ignore[misc]  # the library has no types without its extras
@@ -421,17 +523,19 @@ class _Follows(TrainerCallback):  # type: ignore[misc]  # the library has no typ
         self.apply()
 
     def apply(self) -> None:
-        """Goes on with the sums of losses of the rank that has sent its state."""
+        """Goes on with the numbers of the rank that has sent its state."""
         given, self.logged = self.logged, {}
         for name, value in given.items():
-            on_device = isinstance(value, torch.Tensor)
-            setattr(self.trainer, name, value.to(self.trainer.args.device) if on_device else value)
+            setattr(self.trainer, name, value)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.trainer.restore_arguments()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.trainer.step_is_over()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        state.epoch = self.trainer.epoch_now
+        self.trainer.note_epoch()
 
 
 class _TrainerState:
@@ -448,8 +552,8 @@ class _TrainerState:
         scheduler, scaler = t.lr_scheduler, t.accelerator.scaler
         return {
             # As the Trainer saves it.
-            "state": json.dumps({k: v for k, v in state.items() if k not in _OF_THIS_RANK}),
-            "callbacks": json.dumps([each.state() for each in _stateful(t)]),
+            "state": json.dumps({k: v for k, v in state.items() if k not in _OF_THIS_RANK}, default=_plain),
+            "callbacks": json.dumps([each.state() for each in _stateful(t)], default=_plain),
             "logged": {name: getattr(t, name, None) for name in _LOGGED},
             "plan": dataclasses.asdict(t._plan),
             "loader": None if t._loader is None else t._loader.state_dict(),
@@ -464,9 +568,7 @@ class _TrainerState:
         for each, theirs in zip(_stateful(t), json.loads(state["callbacks"]), strict=True):
             for name, value in theirs.get("attributes", {}).items():
                 setattr(each, name, value)
-        self._follows.logged = dict(state["logged"])
-        if hasattr(t, "_tr_loss"):
-            self._follows.apply()
+        self._follows.logged = dict(state["logged"])  # the Trainer sets them after this
         if t._loader is not None and state["loader"] is not None:
             t._loader.load_state_dict(state["loader"])
         t.follow_plan(state["plan"], state["scheduler"])
@@ -485,17 +587,58 @@ class _Parts:
 
 
 class _Steps:
-    """The training loader as the Trainer and its callbacks count it: in batches."""
+    """The training loader as the Trainer and its callbacks see it, who count batches of a rank."""
 
-    def __init__(self, loader: ElasticLoader, dataset: Any, batch_size: int, batches: int) -> None:
-        self._loader, self.dataset, self.batch_size, self._batches = loader, dataset, batch_size, batches
+    def __init__(self, loader: ElasticLoader, plain: Any, batches: int) -> None:
+        self._loader, self._plain, self._batches = loader, plain, batches
+        self.dataset, self.batch_size = plain.dataset, plain.batch_size
 
     def __len__(self) -> int:
         return len(self._loader) * self._batches
 
+    def __iter__(self) -> Iterator[Any]:
+        """All batches, for a callback that looks at some."""
+        return iter(self._plain)
 
-def _check(args: Any) -> None:
+
+class _ThisEpoch:
+    """The epoch that the loader is in when the Trainer's loop begins, after a rank has joined."""
+
+    def __init__(self, trainer: TrigramElasticTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def __index__(self) -> int:
+        loader = self._trainer._loader
+        return 0 if loader is None else loader.epoch
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+
+class _Paced:
+    """A scheduler that counts steps: it makes those of the plan, of which a step of the job may be a part."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self.due = scheduler, 1
+
+    def step(self) -> None:
+        """Makes the steps that are due."""
+        for _ in range(self.due):
+            self._scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def _check(args: Any, kind: type) -> None:
     """Refuses what needs a process group, or divides an epoch otherwise."""
+    own = TrigramElasticTrainerMixin, TrigramElasticTrainer, Trainer
+    for name in _DEALS:
+        if changed := [c.__name__ for c in kind.__mro__ if c not in own and name in vars(c)]:
+            raise UnsupportedError(
+                f"TrigramElasticTrainer: {changed[0]}.{name} is not supported: an ElasticLoader of "
+                "train_dataset deals the samples, so that each counts once"
+            )
     accelerate_elastic.check_alone("TrigramElasticTrainer")
     if not trigram.is_initialized():
         raise MisuseError(
@@ -520,9 +663,23 @@ def _bars(trainer: Any) -> list[Any]:
     return [each for each in trainer.callback_handler.callbacks if isinstance(each, ProgressCallback)]
 
 
+def _plain(value: Any) -> Any:
+    """What JSON does not know, for ranks that join; the rank that sends it must not fail."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _set_rates(scheduler: LambdaLR) -> None:
+    """The rates where the schedule is now."""
+    at, groups = scheduler.last_epoch, scheduler.optimizer.param_groups
+    rates = [base * rate(at) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 def _whole(steps: float) -> int:
     """Rounded up, but for what is an error of rounding."""
-    return math.ceil(steps - 1e-6)
+    return math.ceil(steps - _ROUNDING)
 
 
 def _number(at: float) -> float:

@@ -252,6 +252,8 @@ class ElasticModel:
         mine = None
         if rank == source:
             mine = {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
+            trained = self.groups.trained
+            mine["trained"] = [(id(p) in trained, p.requires_grad) for p in self._parameters()]
         meta = _broadcast(mine, source, control)
         if meta["title"] != self.title or meta["layout"] != self._layout():
             raise MismatchError(
@@ -262,6 +264,11 @@ class ElasticModel:
         self.is_new = rank in change.newcomers
         self.behind = change.behind
         self._start_transfer(source, control)
+        if self.is_new:  # a script may freeze and unfreeze as it goes, which this rank has not seen
+            for p, (is_trained, requires_grad) in zip(self._parameters(), meta["trained"], strict=True):
+                p.requires_grad_(requires_grad)
+                if is_trained:
+                    self.groups.trained.add(id(p))
         self.hooks.follow(meta, self)
 
     def first_with_state(self) -> int:
@@ -277,6 +284,11 @@ class ElasticModel:
             "algorithm": self.title.split(",")[0],
             "steps": self.hooks.steps,
         } | (mine.summary())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        model = self.model()
+        assert model is not None
+        return list(model.parameters())
 
     def _layout(self) -> str:
         """Names, shapes and dtypes of parameters and buffers."""

@@ -47,14 +47,36 @@ def dies(where: str, epoch: int) -> None:
 class Saves:
     """Something of the script's own in a checkpoint, in whose writing the rank may die."""
 
-    epoch = 0
+    epoch = -1
+    steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         dies("save", self.epoch)
-        return {"epoch": self.epoch}
+        return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = state["epoch"]
+        self.steps = state["steps"]
+
+
+class Notes(accelerate.tracking.GeneralTracker):  # type: ignore[misc]
+    """A tracker that is started where it writes."""
+
+    name, requires_logging_directory, tracker = "notes", False, None
+    started = False
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def start(self) -> None:
+        self.started = True
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert self.started
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        assert self.started
+        with (scratch() / "notes").open("a") as file:
+            file.write(f"{step} {trigram.rank()}\n")
 
 
 def _trained(
@@ -63,7 +85,8 @@ def _trained(
     from trigram.integrations.accelerate_elastic import ElasticAccelerator
 
     torch.set_num_threads(1)
-    accelerator = ElasticAccelerator(cpu=True)
+    accelerator = ElasticAccelerator(cpu=True, log_with=Notes())
+    accelerator.init_trackers("job", config={"batch": BATCH})
     model, saves, loader, left = net(), Saves(), ElasticLoader(data(), BATCH), scratch() / "waits-for-a-rank"
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -83,6 +106,7 @@ def _trained(
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+                saves.steps += 1
                 if checkpoint is not None:  # this rank is back
                     left.unlink(missing_ok=True)
                 say((loader.epoch, place, samples.tolist()))
@@ -95,6 +119,8 @@ def _trained(
             losses.append(float(accelerator.reduce(torch.stack(means).mean(), "mean")))
             assert len(accelerator.gather(loss)) == trigram.world_size()
             accelerator.save_state(str(scratch() / f"epoch-{saves.epoch}"))
+            accelerator.log({"loss": losses[-1]}, step=accelerator.steps)
+            assert saves.steps == accelerator.steps
     except SystemExit as asked:
         return {"left": asked.code}
     return {
@@ -159,11 +185,13 @@ def test_a_rank_is_lost_and_comes_back(victim: int, where: str) -> None:
         # With a checkpoint to load: what the others have is newer.
         ranks.restart(victim, _trained, 0.2, str(ranks.dir / "epoch-0"))
         _same(ranks.results(120))
+        notes = [int(line.split()[0]) for line in (ranks.dir / "notes").read_text().splitlines()]
+        assert len(notes) == EPOCHS and notes == sorted(notes), "each epoch once, by whoever was the first"
         said = {rank: [s for s in each.said if isinstance(s, tuple)] for rank, each in ranks.ranks.items()}
         for epoch in range(EPOCHS):
             names = {file.name for file in Path(ranks.dir, f"epoch-{epoch}").iterdir()}
             assert {"model.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"} <= names
-            assert {"custom_checkpoint_1.pkl"} <= names, "what is written last"
+            assert "custom_checkpoint_2.pkl" in names, "what is written last"
     came = said[victim]
     assert came and len(came) < len(said[2 - victim // 2]), "it has gone on where the others were"
     used: dict[int, Counter[int]] = {}
@@ -177,19 +205,23 @@ def test_a_rank_is_lost_and_comes_back(victim: int, where: str) -> None:
 def _refused(rank: int, world: int) -> None:
     from trigram.integrations.accelerate_elastic import ElasticAccelerator
 
-    says(
-        raises(trigram.UnsupportedError, ElasticAccelerator, cpu=True, gradient_accumulation_steps=2),
-        "gradient_accumulation_steps=2",
-        "no_sync",
-    )
+    accumulates = {"cpu": True, "gradient_accumulation_steps": 2}
+    says(raises(trigram.UnsupportedError, ElasticAccelerator, **accumulates), "_steps=2", "no_sync")
     accelerator = ElasticAccelerator(cpu=True)
+    with pytest.raises(trigram.UnsupportedError, match="gradient_accumulation_steps=4"):
+        accelerator.gradient_accumulation_steps = 4
     model, loader = net(), ElasticLoader(data(), BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shuffled = DataLoader(data(), BATCH, shuffle=True)
-    says(raises(trigram.MisuseError, accelerator.prepare, model, optimizer, shuffled), "ElasticLoader")
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+    for shuffled in (DataLoader(data(), BATCH, shuffle=True), DataLoader(data(), BATCH, sampler=weighted)):
+        says(raises(trigram.MisuseError, accelerator.prepare, model, optimizer, shuffled), "ElasticLoader")
     says(raises(trigram.MisuseError, accelerator.prepare, loader), "ElasticLoader without a model")
     says(raises(trigram.MisuseError, accelerator.prepare, model, loader), "Sequential has 0 optimizers")
     says(raises(trigram.MisuseError, accelerator.reduce, torch.ones(1), "product"), "reduction='product'")
+    says(raises(trigram.MisuseError, accelerator.skip_first_batches, loader, 3), "load_state")
+    assert not accelerator._models, "what was refused has left nothing"
+    prepared = accelerator.prepare(model, optimizer, loader)
+    assert accelerator.prepare(*prepared) == prepared and len(accelerator._custom_objects) == 2
 
 
 def test_what_would_train_wrongly_is_refused() -> None:
@@ -205,3 +237,80 @@ def _too_late(rank: int, world: int) -> None:
 
 def test_another_accelerator_came_first() -> None:
     run(2, _too_late)
+
+
+def _calls(rank: int, world: int) -> None:
+    """What Accelerate does for several processes is of the ranks of the job."""
+    from trigram.integrations.accelerate_elastic import ElasticAccelerator
+
+    accelerator = ElasticAccelerator(cpu=True)
+    padded = accelerator.pad_across_processes({"t": torch.ones(1, 2 + rank)}, dim=1, pad_index=7)["t"]
+    assert padded.tolist() == [[1.0] * (2 + rank) + [7.0] * (world - 1 - rank)]
+    gathered = accelerator.gather({"t": padded, "scalar": torch.tensor(rank)})
+    assert gathered["t"].shape == (world, world + 1) and gathered["scalar"].tolist() == list(range(world))
+    assert accelerator.reduce(torch.tensor([rank + 1.0]), "mean").tolist() == [(world + 1) / 2]
+    ran = [
+        accelerator.on_main_process(lambda: "main")(),
+        accelerator.on_local_main_process(lambda: "main")(),
+        accelerator.on_last_process(lambda: "last")(),
+        accelerator.on_process(lambda: "second", process_index=1)(),
+    ]
+    main, last, second = (
+        [None, "main"][rank == 0],
+        [None, "last"][rank == world - 1],
+        [None, "second"][rank == 1],
+    )
+    assert ran == [main, main, last, second]
+    with accelerator.main_process_first():
+        if rank == 0:
+            time.sleep(0.5)
+            (scratch() / "made").touch()
+        assert (scratch() / "made").exists()
+    if rank == 1:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger() and not accelerator.check_trigger()
+    # A write that fails is an error on all ranks.
+    (scratch() / "file").touch()
+    accelerator.wait_for_everyone()
+    error = raises((OSError, trigram.TrigramError), accelerator.save_state, str(scratch() / "file"))
+    says(error, "file" if rank == 0 else "save_state", "" if rank == 0 else "rank 0: FileExistsError")
+    # Two ranks that plan for other lengths: their rates differ after a step.
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (10 + rank))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+
+    def steps() -> None:
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 6)).sum())
+            optimizer.step()
+            schedule.step()
+
+    says(raises(trigram.MismatchError, steps), "learning rates", "prepare the scheduler", "len(loader)")
+
+
+def test_calls_are_of_the_ranks_of_the_job() -> None:
+    run(3, _calls)
+
+
+def _names(rank: int, world: int) -> list[str]:
+    from trigram.integrations.accelerate_elastic import ElasticAccelerator
+
+    folder = accelerate.utils.ProjectConfiguration(str(scratch() / "p"), automatic_checkpoint_naming=True)
+    accelerator, model, saves = ElasticAccelerator(cpu=True, project_config=folder), net(), Saves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(saves)
+    for epoch in range(3):
+        accelerator.backward(model(torch.ones(2, 6)).sum())
+        optimizer.step()
+        saves.epoch = epoch
+        accelerator.save_state()
+    return sorted(file.name for file in (scratch() / "p" / "checkpoints").glob("*/custom_checkpoint_1.pkl"))
+
+
+def test_a_checkpoint_with_a_number_is_written_again() -> None:
+    with Ranks(3, _names) as ranks:
+        (ranks.dir / "dies-0-save-1").touch()
+        lost, *others = ranks.results(120, dies=[0])
+    assert isinstance(lost, Died) and others == [["custom_checkpoint_1.pkl"] * 3] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class ElasticLoader:
 
     Attributes:
         epoch: The number of the epoch, from 0; it grows when an epoch ends.
+        place: What is made of each batch, such as a copy on a GPU; None: nothing.
 
     Raises:
         ConfigError: ``batch_size`` is less than 1.
@@ -76,6 +77,7 @@ class ElasticLoader:
         self._batches = _Ahead()
         options.setdefault("persistent_workers", bool(options.get("num_workers", 0)))
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)  # type: ignore[arg-type]
+        self.place: Callable[[Any], Any] | None = None
         self._fetching: Iterator[Any] | None = None
         self._dealt_at = 0  # so many passes had counted when the last batch was dealt
         self._for: list[int] | None = None  # the holders for whom batches are fetched ahead
@@ -125,7 +127,8 @@ class ElasticLoader:
             if self._fetching is None or holders != self._for:
                 self._batches.begin(dealing, self._me())
                 self._for, self._fetching = holders, iter(self._loader)
-            yield next(self._fetching)
+            batch = next(self._fetching)
+            yield batch if self.place is None else self.place(batch)
 
     def _settle(self) -> None:
         """The step of the last batch is over."""

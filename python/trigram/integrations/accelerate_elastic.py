@@ -7,20 +7,23 @@ rank is, to Accelerate, a training of its own. Interface: Accelerate 1.15, ``acc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import trigram
 from trigram.algorithms.trigram import Trigram
 from trigram.data import ElasticLoader
-from trigram.errors import MisuseError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.integrations import accelerate, elastic_calls
 from trigram.runtime import world
 from trigram.runtime.logs import logger
@@ -28,7 +31,7 @@ from trigram.runtime.logs import logger
 try:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, DistributedType, PartialState
-    from accelerate.utils import recursively_apply
+    from accelerate.utils import recursively_apply, send_to_device
 except ImportError as e:
     raise ImportError(
         "trigram.integrations.accelerate_elastic needs Accelerate: pip install 'accelerate>=1.0'"
@@ -44,7 +47,9 @@ _TAKEN = "TRIGRAM_TAKEN_"
 """With this before their names they stay in the environment."""
 _SAME_CALLS = (
     "all ranks call gather, reduce, wait_for_everyone and save_state in the same order; a number that a rank "
-    "has noted before it joined, such as an epoch, is old: ask loader.epoch after the loop over the loader"
+    "has noted before it joined, such as an epoch, is old: ask loader.epoch after the loop over the loader, "
+    "and accelerator.steps. Where learning rates differ, prepare the scheduler, and make its length one that "
+    "is the same on a rank that joins, not len(loader)"
 )
 _REDUCTIONS = {
     "sum": lambda t: t.sum(0),
@@ -123,7 +128,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
     ``gather``, ``reduce``, ``check_trigger`` and ``wait_for_everyone`` are of the ranks that train, and
     survive a loss, as :func:`trigram.elastic_all_gather` does. A ``DataLoader`` is for evaluation: each rank
     gets all of its batches, so ``gather_for_metrics`` returns what it is given. The lowest remaining rank is
-    the main process. ``num_processes`` is 1: ask :func:`trigram.world_size`.
+    the main process. ``num_processes`` is 1: ask :func:`trigram.world_size`. What is registered for
+    checkpointing is part of what a rank that joins gets.
 
     Args:
         algorithm: As for :func:`trigram.with_bagua`, of those that average gradients; None:
@@ -131,6 +137,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
         options: The other arguments of :func:`trigram.with_bagua`; ``elastic`` names more objects with state.
         *args: The arguments of the Accelerator.
         **kwargs: Those too.
+
+    Attributes:
+        steps: Updates of the job, also those that were made before this rank joined.
 
     Raises:
         MisuseError: There is a process group.
@@ -146,16 +155,24 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
     ) -> None:
         start()
         self.algorithm, self.options = algorithm, dict(options or {})
+        self.steps = 0
         self._writes_alone = False
+        self._rates: Callable[[], list[float]] | None = None
+        self._known: tuple[list[int] | None, int] = (None, 0)  # the ranks, and the steps since they changed
+        self._tracked: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # as for `init_trackers`
         super().__init__(*args, **kwargs)
         follow_ranks()
-        if self.gradient_accumulation_steps != 1:
-            raise UnsupportedError(
-                f"ElasticAccelerator: gradient_accumulation_steps={self.gradient_accumulation_steps} is not "
-                "supported: a lost rank's samples of the batches before would be lost. Give ElasticLoader "
-                "the samples of a whole step, and divide the batch under accelerator.no_sync(model)"
-            )
+        _check_whole_steps(self.gradient_state.num_steps)
         accelerate.check_kind(self)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """1: a step is whole, see the class."""
+        return 1
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        _check_whole_steps(steps)
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """See Accelerate; then wraps the models, where a rank that is late joins.
@@ -165,33 +182,47 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
                 among the objects; a loader or a scheduler comes without its model.
         """
         _check(objects)
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        models = [each for each in objects if isinstance(each, nn.Module) and _is_to_be_wrapped(each)]
+        who = "ElasticAccelerator.prepare"
+        own = {id(each): accelerate.own_optimizer(who, each, optimizers) for each in models}
         prepared = super().prepare(*objects, device_placement=device_placement)
         results = prepared if len(objects) > 1 else (prepared,)
         states = [each for each in results if _has_state(each)]
+        if own and not any(isinstance(each, _Count) for each in self._custom_objects):
+            self.register_for_checkpointing(_Count(self))
         for each in objects:
-            if isinstance(each, ElasticLoader):
+            if isinstance(each, ElasticLoader) and each not in self._custom_objects:
                 self.register_for_checkpointing(each)
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        for each in results:
-            if not isinstance(each, nn.Module):
-                continue
-            module = self.unwrap_model(each, keep_torch_compile=False)
-            if not any(p.requires_grad for p in module.parameters()) or trigram.is_wrapped(module):
+                if self.device_placement:
+                    each.place = partial(send_to_device, device=self.device, non_blocking=self.non_blocking)
+        for each, made in zip(objects, results, strict=True):
+            if id(each) not in own:
                 continue
             options = dict(self.options)
             more = options.pop("elastic", ())
             trigram.with_bagua(
-                module,
+                self.unwrap_model(made, keep_torch_compile=False),
                 self.algorithm,
-                optimizer=accelerate.own_optimizer("ElasticAccelerator.prepare", module, optimizers),
+                optimizer=own[id(each)],
                 elastic=[_AcceleratorState(self), *states, *(more if more is not True else ())],
                 **options,
             )
             states = []  # of the first model
-        for each in optimizers:
-            each.register_step_post_hook(_after_step)
+            self._rates = partial(_rates_of, own[id(each)])
+            own[id(each)].register_step_post_hook(lambda *_: self._after_step())
         follow_ranks()
         return prepared
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        if not trigram.is_initialized():  # this rank has left
+            return
+        follow_ranks()
+        ranks, since = self._known
+        self._known = (now := list(world.training())), (since + 1 if now == ranks else 0)
+        if self._known[1] == 1:  # what a rank that has joined does by itself, it has done once
+            self._of_all("optimizer.step", None)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -199,10 +230,69 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
         with trigram.no_sync(self.unwrap_model(model, keep_torch_compile=False)):
             yield
 
+    # Who does what.
+
+    def on_main_process(self, function: Any = None) -> Any:
+        """See Accelerate; who that is, it asks at each call."""
+        return self._where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """See Accelerate; on the job's main process."""
+        return self._where(lambda: self.is_main_process, function)
+
+    def on_last_process(self, function: Any) -> Any:
+        """See Accelerate."""
+        return self._where(lambda: trigram.rank() == trigram.world_size() - 1, function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """See Accelerate; the place among those that train."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return self._where(lambda: trigram.rank() == process_index, function)
+
+    @staticmethod
+    def _where(is_here: Callable[[], bool], function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if is_here() else None
+
+        return call
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """See Accelerate; all ranks call it."""
+        if not self.is_main_process:
+            self._of_all("main_process_first", None)
+        yield
+        if self.is_main_process:
+            self._of_all("main_process_first", None)
+
+    local_main_process_first = main_process_first
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """See Accelerate; on the main process, and later where another rank becomes that."""
+        self._tracked = args, kwargs
+        self._start_trackers()
+
+    def _start_trackers(self) -> bool:
+        if self.is_main_process and not self.trackers and self._tracked is not None:
+            super().init_trackers(*self._tracked[0], **self._tracked[1])
+        return bool(self.is_main_process)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """See Accelerate; on the main process."""
+        if self._start_trackers():
+            super().log(*args, **kwargs)
+
+    def get_tracker(self, *args: Any, **kwargs: Any) -> Any:
+        """See Accelerate; on the main process."""
+        self._start_trackers()
+        return super().get_tracker(*args, **kwargs)
+
     # What ranks tell each other.
 
     def _of_all(self, what: str, value: Any) -> list[Any]:
-        told = elastic_calls.of_all("ElasticAccelerator", what, value, _SAME_CALLS)
+        rates = "" if self._rates is None else f" with learning rates {self._rates()}"
+        told = elastic_calls.of_all("ElasticAccelerator", what + rates, value, _SAME_CALLS)
         if trigram.is_initialized():
             follow_ranks()
         return told
@@ -233,6 +323,34 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
 
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """See Accelerate; to the most that a rank that trains has."""
+
+        def padded(t: torch.Tensor) -> torch.Tensor:
+            if not -t.ndim <= dim < t.ndim:
+                return t
+            most = max(self._of_all("pad_across_processes", t.shape[dim]))
+            size = list(t.shape)
+            size[dim] = most
+            result = t.new_full(size, pad_index)
+            begin = most - t.shape[dim] if pad_first else 0
+            result.narrow(dim, begin, t.shape[dim]).copy_(t)
+            return result
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """See Accelerate; an ElasticLoader knows its place.
+
+        Raises:
+            MisuseError: It is one.
+        """
+        if isinstance(dataloader, ElasticLoader):
+            raise MisuseError("skip_first_batches: an ElasticLoader goes on at its place after load_state")
+        return super().skip_first_batches(dataloader, num_batches)
+
     def wait_for_everyone(self) -> None:
         """Ends when all ranks have called it."""
         if not self._writes_alone:
@@ -243,9 +361,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """See Accelerate; all ranks call it. The first saves; if it is lost meanwhile, the next one does."""
 
-        def write() -> list[Any]:
+        def write(again: bool) -> list[Any]:
             self._writes_alone = True
             try:
+                if again and self.project_configuration.automatic_checkpoint_naming:
+                    written = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+                    shutil.rmtree(written, ignore_errors=True)  # in part, by the rank that was lost
                 where = super(ElasticAccelerator, self).save_state(output_dir, *args, **kwargs)
             finally:
                 self._writes_alone = False
@@ -275,35 +396,80 @@ class _AcceleratorState:
     def state_dict(self) -> dict[str, Any]:
         a = self._accelerator
         return {
-            "step": a.step,
+            "objects": [each.state_dict() for each in self._objects()],
             "iteration": a.project_configuration.iteration,
             "scaler": None if a.scaler is None else a.scaler.state_dict(),
         }
 
+    def _objects(self) -> list[Any]:
+        """What the script has registered for checkpointing."""
+        return [each for each in self._accelerator._custom_objects if not isinstance(each, ElasticLoader)]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         a = self._accelerator
-        a.step, a.project_configuration.iteration = state["step"], state["iteration"]
+        a.project_configuration.iteration = state["iteration"]
+        objects = self._objects()
+        if len(objects) != len(state["objects"]):
+            raise MismatchError(
+                f"ElasticAccelerator: this rank has {len(objects)} objects that were registered for "
+                f"checkpointing, and the job {len(state['objects'])}; register the same before the first step"
+            )
+        for each, theirs in zip(objects, state["objects"], strict=True):
+            each.load_state_dict(theirs)
         if a.scaler is not None and state["scaler"] is not None:
             a.scaler.load_state_dict(state["scaler"])
 
 
-def _after_step(*_: Any) -> None:
-    if trigram.is_initialized():  # this rank has not left
-        follow_ranks()
+class _Count:
+    """The number of updates, in a checkpoint."""
+
+    def __init__(self, accelerator: ElasticAccelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._accelerator.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.steps = state["steps"]
 
 
 def _check(objects: tuple[Any, ...]) -> None:
     for each in objects:
-        if isinstance(each, DataLoader) and isinstance(each.sampler, RandomSampler):
+        if isinstance(each, DataLoader) and not _is_in_order(each):
             raise MisuseError(
-                "ElasticAccelerator.prepare: a DataLoader that shuffles is for training, and all ranks would "
-                "train on the same samples; make it a trigram.data.ElasticLoader(dataset, batch_size=...)"
+                "ElasticAccelerator.prepare: a DataLoader that does not go through its dataset in order may "
+                "be for training, and all ranks would train on the same samples; make it a trigram.data."
+                "ElasticLoader(dataset, batch_size=...), or leave it out of prepare if it is for evaluation"
             )
     has_model = any(isinstance(each, nn.Module) for each in objects)
     if not has_model and (alone := [type(each).__name__ for each in objects if _has_state(each)]):
         raise MisuseError(
             f"ElasticAccelerator.prepare: {', '.join(alone)} without a model: a rank that joins gets its "
             "state with the model's; prepare model, optimizer, loader and scheduler in one call"
+        )
+
+
+def _is_in_order(loader: DataLoader[Any]) -> bool:
+    return type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) in (
+        BatchSampler,
+        type(None),
+    )
+
+
+def _is_to_be_wrapped(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters()) and not trigram.is_wrapped(model)
+
+
+def _rates_of(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _check_whole_steps(accumulated: int) -> None:
+    if accumulated != 1:
+        raise UnsupportedError(
+            f"ElasticAccelerator: gradient_accumulation_steps={accumulated} is not supported: a lost rank's "
+            "samples of the batches before would be lost. Give ElasticLoader the samples of a whole step, "
+            "and divide the batch under accelerator.no_sync(model)"
         )
 
 

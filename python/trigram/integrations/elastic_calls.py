@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import trigram
-from trigram.errors import MismatchError
+from trigram.errors import MismatchError, TrigramError
 from trigram.runtime import world
 
 OfAll = Callable[[str, Any], list[Any]]
@@ -39,14 +39,30 @@ def of_all(library: str, what: str, value: Any, advice: str) -> list[Any]:
     return [value for _, value in told]
 
 
-def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Callable[[], Any]) -> Any:
-    """What ``write()`` has returned on the first rank, which alone calls it; if that rank is lost before all
-    know that it is done, the next one does it again."""
+def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Callable[[bool], Any]) -> Any:
+    """What ``write(False)`` has returned on the first rank, which alone calls it; if that rank is lost before
+    all know that it is done, the next one calls ``write(True)``.
+
+    Raises:
+        TrigramError: It has failed there; on that rank the error is its own.
+    """
+    again = False
     while True:
-        mine = [True, write()] if is_first() else [False, None]
-        for wrote, result in of_all(what, mine):
+        mine, failed = [False, None, ""], None
+        if is_first():
+            try:
+                mine = [True, write(again), ""]
+            except Exception as e:  # the others wait for this rank
+                failed, mine = e, [True, None, f"rank {trigram.rank()}: {type(e).__name__}: {e}"]
+        told = of_all(what, mine)
+        if failed is not None:
+            raise failed
+        for wrote, result, error in told:
+            if error:
+                raise TrigramError(f"{what} has failed on {error}")
             if wrote:
                 return result
+        again = True
 
 
 def is_late() -> bool:

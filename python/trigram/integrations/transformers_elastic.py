@@ -431,7 +431,7 @@ class TrigramElasticTrainerMixin(_Mixed):
         """The first rank saves; if it is lost meanwhile, the next one saves again."""
         self.store_flos()
 
-        def write() -> Any:
+        def write(again: bool) -> Any:
             self._writes_alone = True
             try:
                 super(TrigramElasticTrainerMixin, self)._save_checkpoint(model, trial)

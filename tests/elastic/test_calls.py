@@ -192,3 +192,29 @@ def _spare(rank: int, world: int) -> list[Any]:
 
 def test_what_a_spare_has_does_not_count() -> None:
     assert run(3, _spare) == [[0, 1]] * 3
+
+
+def _at_different_calls(rank: int, world: int, loses: bool) -> str:
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    net = torch.nn.Linear(6, 16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trigram.with_bagua(net, optimizer=optimizer, elastic=True)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.ones(3, 6)).sum().backward()
+        optimizer.step()
+        if loses and rank == 2 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        return raises(trigram.MismatchError, trigram.elastic_all_gather, 1)
+    return raises(trigram.MismatchError, net(torch.ones(3, 6)).sum().backward)
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_ranks_at_different_calls_are_told(loses: bool) -> None:
+    """Before their deadline, also after a rank was lost: one gathers, the others average."""
+    with Ranks(3, _at_different_calls, loses) as ranks:
+        said, *others = ranks.results(60, dies=[2] if loses else [])
+    says(said, "rank 0 called all_gather", "rank 1 did not, but called all_reduce")
+    says(others[0], "average different gradients")

@@ -14,9 +14,12 @@ _SILENT = {
     "multiprocessing.queues",
     "torch.utils.data._utils.pin_memory",
     "tqdm._monitor",
+    "trigram.elastic.join_queue",
+    "trigram.elastic.notices",
     "trigram.observe.dump",
     "trigram.observe.snapshots",
     "trigram.observe.timeline",
+    "trigram.runtime.answers",
     "trigram.runtime.logs",
 }
 

@@ -28,6 +28,7 @@ from trigram.data import ElasticLoader
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.integrations import accelerate, accelerate_elastic, elastic_calls
 from trigram.integrations.accelerate_elastic import start
+from trigram.integrations.elastic_schedule import Paced, Plan, move, place
 from trigram.runtime import job
 from trigram.runtime.logs import logger
 
@@ -51,7 +52,6 @@ _FILE = "trigram_elastic.pt"
 """What of a job is in none of the Trainer's own files, in a checkpoint's folder."""
 _MADE = object()
 """In the place of the parts of a step whose pass is made."""
-_ROUNDING = 1e-6
 _OF_THIS_RANK = "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search"
 _SAME_CALLS = "all ranks train, evaluate and save at the same steps, and have the same callbacks"
 _LOGGED = (
@@ -111,7 +111,7 @@ class TrigramElasticTrainerMixin(_Mixed):
         **kwargs: Any,
     ) -> None:
         self.algorithm, self.options = algorithm, dict(options or {})
-        self._plan, self._follows = _Plan(), _Follows(self)
+        self._plan, self._follows = Plan(), _Follows(self)
         self._loader: ElasticLoader | None = None
         self._resumed: str | None = None
         self._writes_alone = False
@@ -197,13 +197,13 @@ class TrigramElasticTrainerMixin(_Mixed):
                 "another training call trigram.shutdown() and start() first, on all ranks"
             )
         self._stay = job.here().stay
-        self._plan = _Plan(max_steps)
+        self._plan = Plan(max_steps)
         model, train_dataloader = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
         scheduler = self.lr_scheduler
         if not isinstance(scheduler, (ReduceLROnPlateau, type(None))) and not self._is_ours(scheduler):
-            self.lr_scheduler = self.callback_handler.lr_scheduler = _Paced(scheduler)
+            self.lr_scheduler = self.callback_handler.lr_scheduler = Paced(scheduler)
         self._resumed = resume_from_checkpoint
         if resume_from_checkpoint is not None:
             self._go_on(resume_from_checkpoint)
@@ -344,25 +344,21 @@ class TrigramElasticTrainerMixin(_Mixed):
         self._follow_ranks()
         left = loader.steps_left(after=True)
         if a.max_steps > 0:
-            ahead = max(1, a.max_steps - state.global_step)
+            ahead = a.max_steps - state.global_step
         else:
-            later = a.num_train_epochs - loader.epoch - 1  # epochs
-            share = plan.share + (1 - plan.share) / (1 + left)
-            # Of the last epoch, a part may be asked for.
-            this = left if later >= 0 else _whole((1 + later - share) / (1 - share) * left) if left else 0
-            ahead = 1 + max(0, this) + max(0, _whole(later * len(loader)))
+            ahead = plan.ahead(left, a.num_train_epochs - loader.epoch - 1, len(loader))
             if state.global_step + ahead != state.max_steps:
                 state.max_steps = state.global_step + ahead
                 for bar in _bars(self):
                     if bar.training_bar is not None:
                         bar.training_bar.total = state.max_steps
-        plan.share = plan.share + (1 - plan.share) / (1 + left) if left else 1.0
-        before, plan.at = plan.at, plan.at + (plan.planned - plan.at) / ahead
+        before = plan.whole
+        plan.step(left, ahead)
         scheduler: Any = self.lr_scheduler
-        if isinstance(scheduler, _Paced):
-            scheduler.due = math.floor(plan.at + _ROUNDING) - math.floor(before + _ROUNDING)
+        if isinstance(scheduler, Paced):
+            scheduler.due = plan.whole - before
         elif self._is_ours(scheduler):
-            scheduler.last_epoch = _number(plan.at - 1)  # `step` adds one
+            scheduler.last_epoch = place(plan.at - 1)  # `step` adds one
 
     def note_epoch(self) -> None:
         """After a step, for callbacks and logs."""
@@ -459,7 +455,7 @@ class TrigramElasticTrainerMixin(_Mixed):
             loader.load_state_dict(saved["loader"])
             plan.share = saved["share"]
         else:  # of another Trainer, which does not say which samples were used
-            loader.set_epoch(int((self.state.epoch or 0.0) + _ROUNDING))
+            loader.set_epoch(int((self.state.epoch or 0.0) + 1e-6))
             logger.warning(
                 "TrigramElasticTrainer: %s has no %s, so epoch %d begins anew",
                 checkpoint,
@@ -469,46 +465,28 @@ class TrigramElasticTrainerMixin(_Mixed):
         done = self.state.global_step / a.max_steps if a.max_steps > 0 else 0.0
         if a.max_steps <= 0 and a.num_train_epochs > 0:
             done = (loader.epoch + plan.share) / a.num_train_epochs
-        plan.at = plan.planned * min(1.0, done)
-        if abs(plan.at - round(plan.at)) < _ROUNDING:
-            plan.at = float(round(plan.at))
+        plan.go_on(done)
         if self._is_ours(self.lr_scheduler):
-            self.lr_scheduler.last_epoch = _number(plan.at)
-            _set_rates(self.lr_scheduler)
+            move(self.lr_scheduler, plan.at)
 
     def follow_plan(self, plan: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> None:
         """Goes on with the job's plan, and its schedule, whose length does not change with the ranks."""
-        planned, self._plan = self._plan.planned, _Plan(**plan)
+        planned, self._plan = self._plan.planned, Plan(**plan)
         if scheduler is None or self.lr_scheduler is None:
             return
         if self._created_lr_scheduler and planned != self._plan.planned:
-            is_paced = isinstance(self.lr_scheduler, _Paced)
+            is_paced = isinstance(self.lr_scheduler, Paced)
             self.lr_scheduler = None
             made = self.create_scheduler(self._plan.planned)
-            self.lr_scheduler = _Paced(made) if is_paced else made
+            self.lr_scheduler = Paced(made) if is_paced else made
             self.callback_handler.lr_scheduler = self.lr_scheduler
         self.lr_scheduler.load_state_dict(dict(scheduler))
         if self._is_ours(self.lr_scheduler):  # a new one has begun with its first rate
-            _set_rates(self.lr_scheduler)
+            move(self.lr_scheduler, self._plan.at)
 
 
 class TrigramElasticTrainer(TrigramElasticTrainerMixin, Trainer):
     """The Trainer of transformers in an elastic job, see :class:`TrigramElasticTrainerMixin`."""
-
-
-@dataclasses.dataclass
-class _Plan:
-    """How far the training is.
-
-    Attributes:
-        planned: The steps that it would have with the ranks of its start, by which rates are scheduled.
-        at: Of those, as many as are the share of the training that is done.
-        share: Of this epoch, what is done.
-    """
-
-    planned: int = 0
-    at: float = 0.0
-    share: float = 0.0
 
 
 class _Follows(TrainerCallback):  # type: ignore[misc]  # the library has no types without its extras
@@ -615,21 +593,6 @@ class _ThisEpoch:
         return str(int(self))
 
 
-class _Paced:
-    """A scheduler that counts steps: it makes those of the plan, of which a step of the job may be a part."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler, self.due = scheduler, 1
-
-    def step(self) -> None:
-        """Makes the steps that are due."""
-        for _ in range(self.due):
-            self._scheduler.step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-
 def _check(args: Any, kind: type) -> None:
     """Refuses what needs a process group, or divides an epoch otherwise."""
     own = TrigramElasticTrainerMixin, TrigramElasticTrainer, Trainer
@@ -666,22 +629,3 @@ def _bars(trainer: Any) -> list[Any]:
 def _plain(value: Any) -> Any:
     """What JSON does not know, for ranks that join; the rank that sends it must not fail."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _set_rates(scheduler: LambdaLR) -> None:
-    """The rates where the schedule is now."""
-    at, groups = scheduler.last_epoch, scheduler.optimizer.param_groups
-    rates = [base * rate(at) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-    scheduler._last_lr = rates
-
-
-def _whole(steps: float) -> int:
-    """Rounded up, but for what is an error of rounding."""
-    return math.ceil(steps - _ROUNDING)
-
-
-def _number(at: float) -> float:
-    """As the schedulers count it, who compare it with integers."""
-    return int(at) if at == int(at) else at

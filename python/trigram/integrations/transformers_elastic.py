@@ -99,7 +99,7 @@ class TrigramElasticTrainerMixin(_Mixed):
 
     Raises:
         MisuseError: :func:`start` has not been called before ``TrainingArguments`` was made, or ``train`` is
-            called for this model a second time.
+            called a second time in the same job, or there are fewer samples than ranks.
         UnsupportedError: An argument needs a process group, or divides an epoch otherwise.
     """
 
@@ -323,8 +323,9 @@ class TrigramElasticTrainerMixin(_Mixed):
         with trigram.no_sync(self.model):
             losses = [method(self, model, part, items) for part in first]
         loss = sum(losses, method(self, model, last, items))
-        if self._items and (math.isfinite(float(loss)) or not self.args.logging_nan_inf_filter):
-            self._losses[0] += float(loss) * self._items
+        value = float(loss)
+        if self._items and (math.isfinite(value) or not self.args.logging_nan_inf_filter):
+            self._losses[0] += value * self._items
             self._losses[1] += self._items
         return loss
 

@@ -381,8 +381,9 @@ class Sampled(transformers.Trainer):  # type: ignore[misc]
 def _refused(rank: int, world: int) -> None:
     from trigram.integrations import transformers_elastic
 
+    transformers_elastic.start(op_timeout=100)
+    says(raises(trigram.MisuseError, transformers_elastic.start, op_timeout=7), "has begun; pass op_timeout")
     kind = type("Mixed", (transformers_elastic.TrigramElasticTrainerMixin, Sampled), {})
-    transformers_elastic.start()
     args = transformers.TrainingArguments(output_dir=str(scratch() / "out"), use_cpu=True, report_to=[])
     says(raises(trigram.UnsupportedError, kind, Net(), args, train_dataset=rows()), "Sampled._get_train_sam")
     for more in (

@@ -59,7 +59,7 @@ _REDUCTIONS = {
 }
 
 
-def start() -> None:
+def start(**options: Any) -> None:
     """Enters the elastic job, and keeps Accelerate from making a process group.
 
     Call it at the start of the script, before ``TrainingArguments`` or an ``Accelerator`` is made;
@@ -67,14 +67,22 @@ def start() -> None:
     From then on ``$WORLD_SIZE`` and ``$LOCAL_RANK`` are not in this process's environment: ask
     :func:`trigram.world_size`.
 
+    Args:
+        options: More arguments of :func:`trigram.init`, such as ``op_timeout``: for so long do ranks wait
+            while one of them writes a checkpoint.
+
     Raises:
-        MisuseError: Accelerate has begun as one of several processes, or the job is not elastic.
+        MisuseError: Accelerate has begun as one of several processes, or the job is not elastic, or there are
+            options for a job that has begun.
     """
-    if not trigram.is_initialized():
+    if trigram.is_initialized():
+        if options:
+            raise MisuseError(f"start: the job has begun; pass {', '.join(options)} to trigram.init")
+    else:
         for name in _SAY_HOW_MANY:  # of an earlier call, whose job has ended
             if (taken := os.environ.pop(_TAKEN + name, None)) is not None:
                 os.environ[name] = taken
-        trigram.init(elastic=True)
+        trigram.init(elastic=True, **options)
     if world.current().elastic is None:
         raise MisuseError("start: trigram.init was called without elastic=True; leave the call to start()")
     check_alone("start")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trigram
 from tests.support.checks import raises, says
-from tests.support.harness import Died, Ranks, run, say, scratch, until
+from tests.support.harness import Died, Ranks, RanksFailed, run, say, scratch, until
 from tests.support.marks import long
 from trigram.data import ElasticLoader
 
@@ -286,7 +286,7 @@ def _calls(rank: int, world: int) -> None:
             optimizer.step()
             schedule.step()
 
-    says(raises(trigram.MismatchError, steps), "learning rates", "prepare the scheduler", "len(loader)")
+    says(raises(trigram.MismatchError, steps), f"rank {rank} has", "prepare the scheduler", "len(loader)")
 
 
 def test_calls_are_of_the_ranks_of_the_job() -> None:
@@ -314,3 +314,30 @@ def test_a_checkpoint_with_a_number_is_written_again() -> None:
         (ranks.dir / "dies-0-save-1").touch()
         lost, *others = ranks.results(120, dies=[0])
     assert isinstance(lost, Died) and others == [["custom_checkpoint_1.pkl"] * 3] * 2
+
+
+def _plans_by_itself(rank: int, world: int, length: int) -> float:
+    from trigram.integrations.accelerate_elastic import ElasticAccelerator
+
+    accelerator, model = ElasticAccelerator(cpu=True), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / length))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    while accelerator.steps < 40:
+        accelerator.backward(model(torch.ones(2, 6)).sum())
+        optimizer.step()
+        schedule.step()
+        if rank == 2 and accelerator.steps == 5 and length == 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(accelerator.steps)
+        time.sleep(0.1)
+    return float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def test_a_rank_that_joins_with_another_schedule_is_told_and_the_others_go_on() -> None:
+    with Ranks(3, _plans_by_itself, 100) as ranks:
+        until(lambda: not ranks.hear(0.1) or not ranks.ranks[2].process.is_alive(), 60, "a loss")
+        ranks.restart(2, _plans_by_itself, 50)
+        with pytest.raises(RanksFailed, match=r"rank 2 has learning rates .*prepare the scheduler") as told:
+            ranks.results(60)
+    assert "rank 0: Traceback" not in str(told.value), "the others go on"

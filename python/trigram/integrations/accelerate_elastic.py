@@ -48,9 +48,9 @@ _TAKEN = "TRIGRAM_TAKEN_"
 _SAME_CALLS = (
     "all ranks call gather, reduce, wait_for_everyone and save_state in the same order; a number that a rank "
     "has noted before it joined, such as an epoch, is old: ask loader.epoch after the loop over the loader, "
-    "and accelerator.steps. Where learning rates differ, prepare the scheduler, and make its length one that "
-    "is the same on a rank that joins, not len(loader)"
+    "and accelerator.steps"
 )
+_SAME_RATES = "prepare the scheduler, and give it a length that is the same on a rank that joins, which len(loader) is not"
 _REDUCTIONS = {
     "sum": lambda t: t.sum(0),
     "mean": lambda t: t.sum(0) / len(t),
@@ -166,6 +166,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
         self.steps = 0
         self._writes_alone = False
         self._rates: Callable[[], list[float]] | None = None
+        self._is_late = False  # has joined, and its rates have not been compared yet
         self._known: tuple[list[int] | None, int] = (None, 0)  # the ranks, and the steps since they changed
         self._tracked: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # as for `init_trackers`
         super().__init__(*args, **kwargs)
@@ -207,7 +208,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
         for each, made in zip(objects, results, strict=True):
             if id(each) not in own:
                 continue
-            options = dict(self.options)
+            is_late, options = elastic_calls.is_late(), dict(self.options)
             more = options.pop("elastic", ())
             trigram.with_bagua(
                 self.unwrap_model(made, keep_torch_compile=False),
@@ -216,6 +217,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
                 elastic=[_AcceleratorState(self), *states, *(more if more is not True else ())],
                 **options,
             )
+            self._is_late |= is_late
             states = []  # of the first model
             self._rates = partial(_rates_of, own[id(each)])
             own[id(each)].register_step_post_hook(lambda *_: self._after_step())
@@ -230,7 +232,19 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
         ranks, since = self._known
         self._known = (now := list(world.training())), (since + 1 if now == ranks else 0)
         if self._known[1] == 1:  # what a rank that has joined does by itself, it has done once
-            self._of_all("optimizer.step", None)
+            self._compare_rates()
+
+    def _compare_rates(self) -> None:
+        """A rank that has joined with another schedule ends, and the others go on without it."""
+        assert self._rates is not None
+        mine, self._is_late = [self._rates(), self._is_late], False
+        told = elastic_calls.of_all("ElasticAccelerator", "optimizer.step", mine, _SAME_CALLS)
+        right = [rates for rates, is_late in told if not is_late] or [rates for rates, _ in told]
+        if any(rates != right[0] for rates in right) or (mine[1] and mine[0] != right[0]):
+            raise MismatchError(
+                f"ElasticAccelerator: rank {world.current().rank} has learning rates {mine[0]}, and others "
+                f"{next(rates for rates in right if rates != mine[0])}; {_SAME_RATES}"
+            )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -299,8 +313,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
     # What ranks tell each other.
 
     def _of_all(self, what: str, value: Any) -> list[Any]:
-        rates = "" if self._rates is None else f" with learning rates {self._rates()}"
-        told = elastic_calls.of_all("ElasticAccelerator", what + rates, value, _SAME_CALLS)
+        told = elastic_calls.of_all("ElasticAccelerator", what, value, _SAME_CALLS)
         if trigram.is_initialized():
             follow_ranks()
         return told

@@ -50,7 +50,7 @@ _SAME_CALLS = (
     "has noted before it joined, such as an epoch, is old: ask loader.epoch after the loop over the loader, "
     "and accelerator.steps"
 )
-_SAME_RATES = "prepare the scheduler, and give it a length that is the same on a rank that joins, which len(loader) is not"
+_SAME_RATES = "prepare the scheduler, of a length that is the same on a rank that joins: len(loader) is not"
 _REDUCTIONS = {
     "sum": lambda t: t.sum(0),
     "mean": lambda t: t.sum(0) / len(t),

@@ -38,6 +38,18 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+class Dies:
+    """Its process dies when it is saved, if the test has asked for it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        self.file.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
 class Module(lightning.LightningModule):
     """It says which samples it has had in which step, and dies when the test has asked for it."""
 
@@ -71,6 +83,11 @@ class Module(lightning.LightningModule):
     def validation_step(self, batch: list[Tensor], number: int) -> None:
         self._dies("validation")
         self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        file = scratch() / f"dies-{os.environ['RANK']}-save-{self.current_epoch}"
+        if file.exists():
+            checkpoint["dies"] = Dies(file)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -149,9 +166,11 @@ def test_it_trains_as_a_loop_does() -> None:
 
 
 @pytest.mark.parametrize("victim", [1, long(0), long(2)])
-@pytest.mark.parametrize("where", ["step", "validation", "last"])
+@pytest.mark.parametrize("where", ["step", "validation", "last", "save"])
 def test_a_rank_is_lost_and_comes_back(victim: int, where: str) -> None:
-    """In a step, while all validate, or after the last step of an epoch; no sample is lost, or used twice."""
+    """In a step, while all validate or save, or after the last one of an epoch; each sample counts once."""
+    writes = where == "save"
+    victim = 0 if writes else victim
     with Ranks(3, _fitted, 0.3) as ranks:
         (ranks.dir / f"dies-{victim}-{where}-0").touch()
         process = ranks.ranks[victim].process
@@ -160,6 +179,10 @@ def test_a_rank_is_lost_and_comes_back(victim: int, where: str) -> None:
         ranks.restart(victim, _fitted, 0.3)
         joined = ranks.ranks[victim]
         found = _same(ranks.results(120))
+        if writes:
+            for file in (ranks.dir / "checkpoints").rglob("*.ckpt"):
+                assert torch.load(file, weights_only=False)["loops"], "what was lost was written again"
+            assert (ranks.dir / "checkpoints" / "last.ckpt").exists()
         said = {rank: [s for s in each.said if isinstance(s, tuple)] for rank, each in ranks.ranks.items()}
     came = joined.said
     assert came and came[0][:2] > (0, 1), "it has gone on where the others were"

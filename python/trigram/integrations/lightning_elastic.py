@@ -238,6 +238,16 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         if self._trainer.val_check_interval == 1.0:
             self._trainer.val_check_batch = float("inf")  # after the last batch, whichever that is
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """The first rank saves; if it is lost meanwhile, the next one saves again."""
+
+        def write(again: bool) -> None:
+            super(TrigramElasticStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+        elastic_calls.by_first(self._of_all, "save_checkpoint", lambda: self.is_global_zero, write)
+
     # What ranks tell each other.
 
     def _of_all(self, what: str, value: Any) -> list[Any]:

@@ -188,6 +188,8 @@ def test_it_trains_as_a_loop_does(accumulated: int) -> None:
 @pytest.mark.parametrize("accumulated", [2, long(1)])
 def test_a_rank_is_lost_and_comes_back(victim: int, where: str, accumulated: int) -> None:
     """In a step, while all evaluate or save, or after the last step of an epoch; each sample counts once."""
+    if where == "save" and victim != 0:
+        pytest.skip("rank 0 writes")
     settings = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated}
     arguments = (0.3, None, settings)
     with Ranks(3, _trained, *arguments) as ranks:

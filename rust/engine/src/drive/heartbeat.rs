@@ -67,11 +67,6 @@ impl Heartbeat {
         Self { states: vec![PeerState::default(); size], last: Instant::now(), clock: Duration::ZERO }
     }
 
-    /// Whether the heartbeats of a peer come in time.
-    pub(crate) fn is_in_time(&self, rank: u32) -> bool {
-        self.states.get(rank as usize).is_some_and(|state| state.silent < IN_TIME)
-    }
-
     /// The time that silence is counted in: it stands still while this rank is stopped.
     pub(crate) fn clock(&self) -> Duration {
         self.clock

@@ -329,7 +329,8 @@ impl Progress {
             let why = Error::Aborted(text);
             let event = LossEvent { rank, why, kind: LossKind::Silent, reported_by: None };
             // If the rank is silent that passes on what this one sends, nothing is known of this one.
-            let is_heard = |relay| !self.peers.is_lost(relay) && self.heartbeat.is_in_time(relay);
+            let is_heard =
+                |relay| !self.peers.is_lost(relay) && self.heartbeat.hears(relay, self.peers.limit());
             match self.world.relay_of(rank).is_none_or(is_heard) {
                 true => self.act_on(event),
                 false => drop(self.keep_if_cut(event)),

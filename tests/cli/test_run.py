@@ -83,19 +83,20 @@ def test_a_rank_that_comes_too_late_is_ended(
     says(capfd.readouterr().err, "the job has finished without rank(s) 1")
 
 
-@pytest.mark.parametrize("enters", [False, True])
+@pytest.mark.parametrize(("enters", "is_elastic"), [(False, True), (True, True), (False, False)])
 def test_a_rank_that_fails_after_the_others_have_finished(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], enters: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], enters: bool, is_elastic: bool
 ) -> None:
-    """One that was started again and has not entered the job cannot; one that has entered it has failed."""
+    """One that was started again and has not entered the elastic job that they were in cannot; one that has
+    entered it has failed, and so has one of a job that is not elastic."""
     first = f"first = pathlib.Path({str(tmp_path / 'first')!r})\nif os.environ['RANK'] == '1':\n"
     entered = "pathlib.Path(os.environ['TRIGRAM_MEMBER_FILE']).touch()"
     again = f"    if first.exists():\n        time.sleep(1.5)\n        {entered if enters else 'pass'}\n"
     fails = "        sys.exit('broken pipe')\n    first.touch()\n    os.abort()\n"
-    rest = "while not first.exists(): time.sleep(0.05)\ntime.sleep(0.5)"
+    rest = "while not first.exists(): time.sleep(0.05)\ntime.sleep(0.5)\n" + (entered if is_elastic else "")
     code, errors = launch.launch(2, _script(tmp_path, first + again + fails + rest), restarts=3)[:2]
     said = capfd.readouterr().err
-    if enters:
+    if enters or not is_elastic:
         assert code == 1
         says(errors, "rank 1 failed with exit code 1", "broken pipe")
     else:

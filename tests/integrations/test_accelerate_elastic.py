@@ -95,6 +95,7 @@ def _trained(
     accelerator.register_for_checkpointing(saves)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
+    accelerator.save_state(str(scratch() / "begin"))  # a rank that joins has no part in it
     losses: list[float] = []
     try:
         while loader.epoch < epochs:
@@ -182,9 +183,11 @@ def test_a_rank_is_lost_and_comes_back(victim: int, where: str) -> None:
         process = ranks.ranks[victim].process
         until(lambda: not ranks.hear(0.1) or not process.is_alive(), 60, "a loss")
         before = list(ranks.ranks[victim].said)
+        begin = (ranks.dir / "begin" / "model.safetensors").stat().st_mtime_ns
         # With a checkpoint to load: what the others have is newer.
         ranks.restart(victim, _trained, 0.2, str(ranks.dir / "epoch-0"))
         _same(ranks.results(120))
+        assert (ranks.dir / "begin" / "model.safetensors").stat().st_mtime_ns == begin
         notes = [int(line.split()[0]) for line in (ranks.dir / "notes").read_text().splitlines()]
         assert len(notes) == EPOCHS and notes == sorted(notes), "each epoch once, by whoever was the first"
         said = {rank: [s for s in each.said if isinstance(s, tuple)] for rank, each in ranks.ranks.items()}

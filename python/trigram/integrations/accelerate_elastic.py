@@ -394,9 +394,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
             return [os.fspath(where), self.project_configuration.iteration]
 
         what = f"save_state({'' if output_dir is None else os.fspath(output_dir)})"
-        where, iteration = elastic_calls.by_first(self._of_all, what, lambda: self.is_main_process, write)
-        self.project_configuration.iteration = iteration
-        return where
+        made = elastic_calls.by_first(self._of_all, what, lambda: self.is_main_process, write)
+        if made is None:  # this rank has no part in it
+            return output_dir
+        self.project_configuration.iteration = made[1]
+        return made[0]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """See Accelerate; a rank that has just joined has a newer state from the others, and keeps it."""

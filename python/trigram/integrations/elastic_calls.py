@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 import trigram
+from trigram.elastic import joining
+from trigram.elastic.answers import Answers
 from trigram.errors import MismatchError, TrigramError
-from trigram.runtime import world
+from trigram.runtime import job, world
 
 OfAll = Callable[[str, Any], list[Any]]
 """Gathers values of all ranks, for a call of that name."""
@@ -43,11 +45,21 @@ def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Call
     """What ``write(False)`` has returned on the first rank, which alone calls it; if that rank is lost before
     all know that it is done, the next one calls ``write(True)``.
 
+    A rank that has joined, and has not begun its first step, neither writes nor waits: the others have made
+    this call before, and its weights are not the job's. After a rank has left, it writes if it was the first.
+
+    Returns:
+        What was returned there; None on a rank that has no part in it.
+
     Raises:
-        TrigramError: It has failed there; on that rank the error is its own.
+        TrigramError: It has failed there; on that rank the error is its own. Or no rank is the first.
     """
+    if not trigram.is_initialized():
+        return write(False) if is_first() else None
+    if joining.must_join() or job.here().part(Answers).alone:
+        return None
     again = False
-    while True:
+    for _ in range(trigram.world_size() + 1):  # each time the first rank may be lost
         mine, failed = [False, None, ""], None
         if is_first():
             try:
@@ -63,6 +75,7 @@ def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Call
             if wrote:
                 return result
         again = True
+    raise TrigramError(f"{what}: none of the ranks that count is the first; call it between two steps")
 
 
 def is_late() -> bool:

@@ -205,7 +205,10 @@ def job_environment(ranks: int, part: Part | None = None) -> dict[str, str]:
     """The environment of this process, with torchrun's variables for a job of `ranks` ranks on this host, or
     for that part of a job."""
     # A torchrun that started this process has set variables about its store, which the new job does not use.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    # Nor does it write for the launcher of this process.
+    inherited = {
+        n: value for n, value in os.environ.items() if not n.startswith("TORCHELASTIC_") and n != MEMBER
+    }
     return inherited | {
         "WORLD_SIZE": str(ranks if part is None else part.world),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -317,7 +320,7 @@ def _watch(
                 )
                 processes[rank], codes[rank] = start(rank), None
                 again.add(rank)
-            elif rank in again and 0 in codes and not is_member(rank):
+            elif rank in again and not is_member(rank) and _has_finished(codes, is_member):
                 # What it failed for is that the others have finished, such as a store that is gone.
                 lost.add(rank)
                 sys.stderr.write(f"trigram: the job has finished without rank {lowest + rank}\n")
@@ -350,6 +353,11 @@ def _watch(
     code = processes[first].returncode
     # The return code of a process that a signal ended is negative; shells use 128 + signal.
     return code if code > 0 else 128 - code, failed
+
+
+def _has_finished(codes: Sequence[int | None], is_member: Callable[[int], bool]) -> bool:
+    """Whether a member of an elastic job has ended well. In other jobs each rank has work of its own."""
+    return any(code == 0 and is_member(rank) for rank, code in enumerate(codes))
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float, signals: EndSignals) -> None:

@@ -284,9 +284,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # the library has 
         """See Accelerate; all ranks call it."""
         if not self.is_main_process:
             self._of_all("main_process_first", None)
-        yield
-        if self.is_main_process:
-            self._of_all("main_process_first", None)
+        try:
+            yield
+        finally:  # the others wait, also where the script goes on after an error
+            if self.is_main_process:
+                self._of_all("main_process_first", None)
 
     local_main_process_first = main_process_first
 

@@ -17,15 +17,9 @@ from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
 from tests.support.marks import long
-from trigram.elastic.history import History
-from trigram.elastic.membership import (
-    _LOSS_COLUMNS,
-    _LOSS_KINDS,
-    _STATELESS,
-    Membership,
-    _check_quorum,
-    quorum,
-)
+from trigram.elastic import knowledge
+from trigram.elastic.knowledge import Knowledge, quorum
+from trigram.elastic.replicas import Replicas
 
 pytestmark = pytest.mark.waits
 
@@ -73,22 +67,12 @@ def test_no_two_parts_both_go_on() -> None:
 
 def test_who_has_no_state_has_no_voice() -> None:
     """Ranks 0 to 2 train, 3 and 4 have just entered on the side of rank 0, and the network is cut there."""
-    silent = _LOSS_KINDS.index("silent")
-
-    def told(rank: int, away: set[int], fresh: set[int]) -> list[int]:
-        return [
-            rank in fresh,
-            *[0] * (_LOSS_COLUMNS - 1),
-            *(silent * (r in away) + _STATELESS * (r in fresh) for r in range(5)),
-        ]
 
     def goes_on(here: list[int], fresh: set[int]) -> bool:
-        mine = Membership(list(range(5)), 5, (None, None, "auto"), None, History())
-        away = set(range(5)) - set(here)
-        try:
-            return _check_quorum(mine, here, torch.tensor([told(r, away, fresh) for r in here]), True)
-        except trigram.PeerLostError:
-            return False
+        silent = {r: "silent" for r in range(5) if r not in here}
+        table = [knowledge.row(r in fresh, 0, [False] * 4, silent, fresh, 5) for r in here]
+        known = Knowledge(torch.stack(table), range(5), here, Replicas())
+        return known.outvote(known.alive())
 
     assert (goes_on([0, 3, 4], {3, 4}), goes_on([1, 2], {3, 4})) == (False, True)
     assert (goes_on([0, 3, 4], set()), goes_on([1, 2], set())) == (True, False)

@@ -330,6 +330,7 @@ def test_every_row_is_made_to_happen() -> None:
     assert len(listed) > 20
     elastic = {  # tests/elastic
         ("PeerLostError", "cannot reach ranks"),
+        ("PeerLostError", "have lost their connections with"),
         ("PeerLostError", "have lost each other, and others hear both"),
         ("DrainError", "were asked to leave it"),
     }

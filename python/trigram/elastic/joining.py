@@ -29,6 +29,7 @@ from trigram.elastic.join_queue import (
 from trigram.elastic.membership import Membership
 from trigram.elastic.replicas import Replicas
 from trigram.elastic.spares import Spares
+from trigram.elastic.succession import Succession
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import job, launchers, world
 from trigram.runtime.group import Group
@@ -124,6 +125,8 @@ class Start:
         mine = Membership(ranks, self.size, self.settings, self.queue, History(), spares=known)
         mine.replicas = self.replicas
         if self.queue is not None:
+            if self.rank == 0:
+                Succession(self.queue.store).begin(ranks)
             self.queue.serve(self.rank == 0, mine.status())
         launchers.tell_launcher()
         return mine

@@ -28,11 +28,14 @@ import torch
 
 from trigram import _core, collectives
 from trigram.collectives.consistency import listed
+from trigram.elastic import knowledge
 from trigram.elastic.draining import Draining
 from trigram.elastic.history import History
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
+from trigram.elastic.knowledge import Knowledge
 from trigram.elastic.replicas import Replicas
 from trigram.elastic.spares import Spares
+from trigram.elastic.succession import Succession
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TimeoutError, TrigramError
 from trigram.runtime import engine_codes, job, world
 from trigram.runtime.group import Group
@@ -58,13 +61,10 @@ _LOSS_REPORT_TIMEOUT = 3.0
 _LEAST_PATIENCE = 60.0
 """Seconds that members are waited for at least: one may be in a step of connecting an epoch that has failed,
 or silent and not lost yet."""
+_SUCCESSION_PATIENCE = 1.0
+"""Seconds that the smaller part of a job waits whether the larger has ended."""
 _MOST_ADMISSIONS = 16
 """Ranks that one change of the membership admits at most."""
-_LOSS_KINDS = ("", "left", "dead", "silent", "refused")
-_STATELESS = 8
-"""Added to the loss kind of a rank that has no training state yet."""
-_LOSS_COLUMNS = 6
-"""The column of :func:`_exchange_knowledge` with the loss of rank 0; the others follow."""
 _BARRIER, _NOTHING = (engine_codes.BARRIER, 5, 0, 0, 0, 0), (0, 0, 0, 0)
 
 
@@ -167,23 +167,6 @@ class MembershipChange:
     drained: bool = False
 
 
-def quorum(members: Sequence[int], reachable: Sequence[int], unreachable: Sequence[int]) -> bool:
-    """Whether the ranks ``reachable`` may continue the job.
-
-    They may if they are more than the ranks they cannot reach. Of two equal halves, the one with the lowest
-    rank may. So two separated parts never both continue. Ranks known to have ended do not count.
-
-    Args:
-        members: All ranks of the epoch.
-        reachable: Ranks that reach each other.
-        unreachable: Ranks that they cannot reach and that may still run.
-    """
-    assert set(reachable) <= set(members) and set(unreachable) <= set(members)
-    if len(reachable) != len(unreachable):
-        return len(reachable) > len(unreachable)
-    return min(reachable) < min(unreachable)
-
-
 def current() -> tuple[World, Membership]:
     """The world, and this rank's membership in it."""
     now = world.current()
@@ -262,7 +245,7 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
             except TimeoutError as late:
                 why = f"elastic: not all members have come to change the membership: {late}"
                 raise AbsentError(why) from late
-            decision = _decide(group, mine, known, tries == 0, leaving.at_once)
+            decision = _decide(group, now, known, tries == 0, leaving.at_once)
             if prepared is not None:
                 failed, prepared = prepared, None
                 failed.world.engine.shutdown(False)
@@ -270,10 +253,11 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
                 mine.empty_regroups += 1
                 if mine.queue is not None:
                     mine.queue.status = mine.status()
-                return _result(known, reachable, decision, renewed=False)
-            if not _check_quorum(mine, reachable, known, time.monotonic() < patience):
+                return _result(known, decision, renewed=False)
+            if not _check_quorum(known, time.monotonic() < patience):
                 time.sleep(_QUORUM_POLL)
                 continue
+            _check_succession(known, decision)
             if decision["leave"]:
                 leaving.hand_over(group)
             new = _connect_epoch(group, now, mine, decision, known)
@@ -281,9 +265,10 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
                 without = [r for r in reachable if r not in decision["leave"]]
                 _await_next_epoch(group)
                 return MembershipChange([], 0, False, False, leaves=True)
-            prepared = PreparedWorld(new, known, reachable, decision)
+            prepared = PreparedWorld(new, known, decision)
             group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
         except NoQuorumError:
+            mine.leave()  # it must not lead, nor look alive to ranks that join
             raise
         except AbsentError:
             if prepared is not None:
@@ -348,96 +333,99 @@ def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Grou
 
 def _exchange_knowledge(
     group: Group, now: World, mine: Membership, lost: dict[int, str], position: Sequence[bool]
-) -> torch.Tensor:
-    """Gathers what each rank of the group knows: int64 of shape (ranks of the group, 6 + slots).
-
-    The columns: newcomer, commits, the first three arguments of :func:`change_membership`, whether it was
-    asked to leave, and for each rank of the job the kind of its loss (an index of ``_LOSS_KINDS``, plus
-    ``_STATELESS``).
-    """
-    losses = [
-        _LOSS_KINDS.index(lost.get(r, "")) + _STATELESS * (r in mine.stateless) for r in range(mine.slots)
-    ]
-    row = torch.tensor([mine.newcomer, mine.commits, *position, *losses], dtype=torch.int64, device="cpu")
+) -> Knowledge:
+    """Gathers what each rank of the group knows; ``position``: see :func:`knowledge.row`."""
+    row = knowledge.row(mine.newcomer, mine.commits, position, lost, mine.stateless, mine.slots)
     rows = torch.empty(group.size, row.numel(), dtype=torch.int64, device="cpu")
     limit = None if now.op_timeout is None else max(now.op_timeout, _LEAST_PATIENCE)
     collectives.all_gather(rows, row, group, timeout=limit)
-    return rows
+    return Knowledge(rows, mine.ranks, group.ranks, mine.replicas)
 
 
-def _decide(
-    group: Group, mine: Membership, known: torch.Tensor, may_admit: bool, at_once: int
-) -> dict[str, Any]:
+def _decide(group: Group, now: World, known: Knowledge, may_admit: bool, at_once: int) -> dict[str, Any]:
     """The leader's decision.
 
     It has ``renew``, whether there is a new epoch; ``requests``, which it admits; ``leave``, the ranks that
-    leave, ``at_once`` at most; and ``drained``: all were asked to, so none does.
+    leave, ``at_once`` at most; ``drained``: all were asked to, so none does; and ``succession``, see
+    :func:`_enter`.
     """
-    text = b""
+    text, mine = b"", current()[1]
     if group.rank == 0:
-        commits, boundary, complete, renew, asked = (known[:, column] for column in range(1, _LOSS_COLUMNS))
-        between_steps = (
-            bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
-        )
-        to_leave = mine.replicas.touched(r for r, each in zip(group.ranks, asked, strict=True) if each)
-        leave = [r for r in group.ranks if r in to_leave and between_steps]
+        incomplete = len(group.ranks) < len(mine.ranks)
+        leave = known.asked if known.between_steps else []
         drained = len(leave) == len(group.ranks)
         # Nobody leaves while another is lost, who may have had the only other copy of what that rank has, or
         # while one that has joined has no state yet: a step later they do.
-        if drained or len(group.ranks) < len(mine.ranks) or bool(known[:, 0].any()):
+        if drained or incomplete or known.newcomers:
             leave = []
         leave = mine.replicas.first(leave, at_once) if at_once else []
         # A leader that leaves admits nobody: it would have to tell that rank how its admission ended. Nobody
         # is admitted to a job that ends.
-        may_admit = may_admit and between_steps and not drained and group.ranks[0] not in leave
+        may_admit = may_admit and known.between_steps and not drained and group.ranks[0] not in leave
         requests = mine.queue.requests() if may_admit and mine.queue else []
         joining: dict[int, dict[str, Any]] = {}
         for request in requests:
             if request["rank"] not in group.ranks:  # it was one when the request was read
                 joining[request["rank"]] = request
         admitted = mine.replicas.first(mine.replicas.whole(sorted(joining)), _MOST_ADMISSIONS)
-        chosen = [joining[r] for r in admitted]
-        begin = bool(chosen or leave) or len(group.ranks) < len(mine.ranks) or bool(renew.any())
-        told = {"renew": begin, "requests": chosen, "leave": leave, "drained": drained}
-        text = json.dumps(told).encode()
+        succession, begin = "unknown", bool(leave) or incomplete or known.renew
+        if (begin or admitted) and mine.queue is not None and known.outvote(known.alive()):
+            succession = _enter(now, mine, mine.queue, known, admitted)
+            # Nobody joins where that could not be entered: it would be missing among the members.
+            if succession == "unknown" and mine.queue.store.reopen is not None:
+                admitted = []
+        told = {"renew": begin or bool(admitted), "requests": [joining[r] for r in admitted], "leave": leave}
+        text = json.dumps(told | {"drained": drained, "succession": succession}).encode()
     decision: dict[str, Any] = json.loads(broadcast_bytes(group, text, 0))
     return decision
 
 
-def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor, may_wait: bool) -> bool:
+def _enter(now: World, mine: Membership, queue: JoinQueue, known: Knowledge, joining: Sequence[int]) -> str:
+    """On the leader: enters the members of the next epoch in the store, see :meth:`Succession.enter`.
+
+    If the ranks that seem to have ended would be more, were they alive, they are waited for, so that the
+    larger part goes on.
+    """
+    more = not known.outvote(known.cut_off(now.engine.hosts))
+    patience = _SUCCESSION_PATIENCE if more else 0.0
+    return Succession(queue.store).enter(mine.epoch + 1, known.reachable, joining, patience)
+
+
+def _check_quorum(known: Knowledge, may_wait: bool) -> bool:
     """Whether the reachable ranks may continue; False: not yet. A rank whose replica has lost another leaves,
     so it is waited for, while all reach it.
 
     Raises:
         NoQuorumError: They may not.
     """
-    losses = known[:, _LOSS_COLUMNS:]
-    ended = {
-        r
-        for r in mine.ranks
-        if any(_LOSS_KINDS[int(k) % _STATELESS] in ("left", "dead") for k in losses[:, r])
-    }
-    # What is left of a replica leaves as well.
-    ended = mine.replicas.touched(ended)
-    # A rank has the training state as soon as one rank knows that it has.
-    stateless = {r for r in mine.ranks if bool((losses[:, r] >= _STATELESS).all())}
-    voters = [r for r in reachable if r not in stateless]
-    unreachable = [r for r in mine.ranks if r not in reachable and r not in ended | stateless]
-    if unreachable and not (voters and quorum(mine.ranks, voters, unreachable)):
-        leaving = [r for r in unreachable if not bool((losses[:, r] % _STATELESS).any())]
-        if leaving and may_wait:
-            return False
+    alive = known.alive()
+    if known.outvote(alive):
+        return True
+    if may_wait and known.leaving():
+        return False
+    raise NoQuorumError(
+        f"elastic: ranks {listed(known.reachable)} of {len(known.members)} cannot reach ranks "
+        f"{listed(alive)}, which may continue the job; ranks {listed(known.reachable)} stop. Restart "
+        "them when the network works again",
+        alive[0],
+    )
+
+
+def _check_succession(known: Knowledge, decision: dict[str, Any]) -> None:
+    """Raises if another part of the job goes on."""
+    if decision["succession"] == "lost":
+        here = listed(known.reachable)
+        others = [r for r in known.members if r not in known.reachable]
         raise NoQuorumError(
-            f"elastic: ranks {listed(reachable)} of {len(mine.ranks)} cannot reach ranks "
-            f"{listed(unreachable)}, which may continue the job; ranks {listed(reachable)} stop. Restart "
-            "them when the network works again",
-            unreachable[0],
+            f"elastic: ranks {here} of {len(known.members)} have lost their connections with ranks "
+            f"{listed(others)}, which have not ended: the job's store says that they continue the job; ranks "
+            f"{here} stop. Restart them when the network works again",
+            others[0] if others else known.reachable[0],
         )
-    return True
 
 
 def _connect_epoch(
-    group: Group, now: World, mine: Membership, decision: dict[str, Any], known: torch.Tensor
+    group: Group, now: World, mine: Membership, decision: dict[str, Any], known: Knowledge
 ) -> World | None:
     """Connects the next epoch: the reachable members without those that leave, and the ranks that join.
 
@@ -456,9 +444,7 @@ def _connect_epoch(
     for rank, request in joining.items():
         endpoints[rank] = bytes.fromhex(request["endpoint"])
     ranks = sorted([*stay, *joining])
-    touched = mine.replicas.touched(r for r, row in zip(group.ranks, known, strict=True) if row[0])
-    newcomers = [r for r in stay if r in touched]
-    stateless = sorted([*joining, *newcomers])
+    stateless = sorted([*joining, *(r for r in known.newcomers if r in stay)])
     spares = mine.spares.with_members(ranks, [r for r, request in joining.items() if request["spare"]])
     queue = mine.queue if group.rank == 0 else None  # the leader answers
     if queue is not None:
@@ -468,7 +454,7 @@ def _connect_epoch(
             "stateless": stateless,
             "spares": sorted(spares.ranks),
             "target": spares.target,
-            "commits": int(known[:, 1].max()),
+            "commits": known.commits,
             "endpoints": [e.hex() for e in endpoints],
         }
         for request in joining.values():
@@ -552,14 +538,12 @@ class PreparedWorld:
 
     Attributes:
         world: The next epoch.
-        known: The result of :func:`_exchange_knowledge`.
-        reachable: The members that made it.
+        known: What the members that made it know.
         decision: The result of :func:`_decide`.
     """
 
     world: World
-    known: torch.Tensor
-    reachable: list[int]
+    known: Knowledge
     decision: dict[str, Any]
 
     def is_committed(self, lost: dict[int, str]) -> bool:
@@ -589,16 +573,16 @@ def _switch_to(prepared: PreparedWorld) -> MembershipChange:
     requests = prepared.decision["requests"]
     if mine.queue is not None:
         mine.queue.serve(new.rank == after.ranks[0], after.status())
-        for request in requests if new.rank == prepared.reachable[0] else ():
+        for request in requests if new.rank == prepared.known.reachable[0] else ():
             mine.queue.store.put(ADMITTED.format(request["id"]), "yes")
             mine.queue.admitted(request["rank"])
-    return _result(prepared.known, prepared.reachable, prepared.decision, renewed=True)
+    return _result(prepared.known, prepared.decision, renewed=True)
 
 
 def _note(prepared: PreparedWorld, old: World, mine: Membership) -> None:
     """Notes in the history who was lost, has left and has joined."""
     losses, leave = dict(old.engine.losses()), prepared.decision["leave"]
-    gone = [r for r in mine.ranks if r not in prepared.reachable]
+    gone = [r for r in mine.ranks if r not in prepared.known.reachable]
     for what in sorted({losses.get(r, "dead") for r in gone}):
         mine.history.add(mine.epoch, what, [r for r in gone if losses.get(r, "dead") == what])
     mine.history.add(mine.epoch, "asked to leave", leave)
@@ -610,28 +594,21 @@ def _note(prepared: PreparedWorld, old: World, mine: Membership) -> None:
     mine.history.add(mine.epoch, "is a spare again", [r for r in idle if r in mine.training()])
 
 
-def _result(
-    known: torch.Tensor, reachable: list[int], decision: dict[str, Any], renewed: bool
-) -> MembershipChange:
+def _result(known: Knowledge, decision: dict[str, Any], renewed: bool) -> MembershipChange:
     left, joined = decision["leave"], [request["rank"] for request in decision["requests"]]
-    touched = current()[1].replicas.touched(r for r, row in zip(reachable, known, strict=True) if row[0])
-    newcomers = [r for r in reachable if r in touched and r not in left]
-    sources = [r for r in reachable if r not in newcomers and r not in left]
+    newcomers = [r for r in known.newcomers if r not in left]
+    sources = [r for r in known.reachable if r not in newcomers and r not in left]
     if not sources:
         raise PeerLostError(
             "elastic: no rank that has the training state is left; restart the job from a checkpoint",
-            reachable[0],
+            known.reachable[0],
         )
-    _, mine = current()
-    # The pass under way counts if each rank has counted it or has all of its results.
-    completed = int((known[:, 1] + known[:, 3]).min())
-    behind = bool(known[:, 1].min() < known[:, 1].max())
     return MembershipChange(
         sorted([*newcomers, *joined]),
         sources[0],
-        completed > mine.commits,
+        known.completed > current()[1].commits,
         renewed,
-        behind,
+        known.behind,
         drained=decision["drained"],
     )
 

@@ -36,18 +36,28 @@ class ReconnectingStore:
         self.address = address
         self.lock = threading.Lock()
 
-    def __call__(self, operation: Callable[[Any], Any]) -> Any:
-        """The result of ``operation(store)``; None while the store cannot be reached."""
-        with self.lock:
-            try:
-                if self.store is None and self.reopen is not None:
-                    self.store = self.reopen()
-                store = self.store
-                return None if store is None else answered(lambda: operation(store), _ANSWER_SECONDS)
-            except (dist.DistError, OSError, RuntimeError):
-                if self.reopen is not None:
-                    self.store = None
-                return None
+    def __call__(self, operation: Callable[[Any], Any], seconds: float = _ANSWER_SECONDS) -> Any:
+        """The result of ``operation(store)``; None while the store cannot be reached.
+
+        Args:
+            operation: What is asked of the store.
+            seconds: So long an answer is waited for.
+        """
+        end = time.monotonic() + seconds
+        if not self.lock.acquire(timeout=seconds):
+            return None  # another thread waits for its answer
+        try:
+            if self.store is None and self.reopen is not None:
+                self.store = self.reopen()
+            store = self.store
+            left = max(end - time.monotonic(), _POLL)
+            return None if store is None else answered(lambda: operation(store), left)
+        except (dist.DistError, OSError, RuntimeError):
+            if self.reopen is not None:
+                self.store = None
+            return None
+        finally:
+            self.lock.release()
 
     def get(self, key: str) -> bytes | None:
         """The value of a key; None if the key does not exist."""

@@ -34,7 +34,9 @@ from trigram.runtime.live_store import ReconnectingStore
 from trigram.runtime.rendezvous import reopen
 
 SECONDS = {**dict.fromkeys(PHASES, 0.03), "step": 0.2, "wait": 0.05}
-WHOLE = Snapshot(3, 8, "node7", 12.5, 4, "GPT", 90, SECONDS, 1e6, 5, 0.2, [6])
+WHOLE = Snapshot(
+    3, 8, "node7", 12.5, 4, "GPT", 90, SECONDS, 1e6, 5, 0.2, [6], [[2, 5e5], [1, 7]], [[12.0, "it waits"]]
+)
 
 
 @pytest.mark.parametrize("key", [None, b"a secret"])
@@ -60,6 +62,16 @@ def test_a_snapshot_comes_back(key: bytes | None) -> None:
         {"sent": 10**400},
         {"time": 10**400},
         {"silent": [10**400]},
+        {"links": [[1, 2.0]] * 9},
+        {"links": [[1, -2.0]]},
+        {"links": [[1]]},
+        {"links": [["1", 2]]},
+        {"lines": [[1.0, "x"]] * 5},
+        {"lines": [[1.0, "x" * 201]]},
+        {"lines": [[1.0, "x\n"]]},
+        {"lines": ["ab"]},
+        {"lines": [["now", "x"]]},
+        {"lines": {}},
         {"silent": list(range(500))},
         {"seconds": {"step": 0.2}},
         {"steps": "many"},

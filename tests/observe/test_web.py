@@ -45,6 +45,8 @@ def job() -> Iterator[tuple[dist.Store, int]]:
         taken = Snapshot(
             rank, 2, host, time.time(), 1, "Net", 90 + rank, dict(seconds), 4.2e6, 1 - rank, 0.25
         )
+        taken.links = [[1 - rank, 4_200_000]]
+        taken.lines = [[time.time(), f"rank {rank} has waited <b>long</b>"]]
         store.set(KEY.format(rank), seal(taken, KEY_OF_JOB))
         seconds["forward"] = 0.03
     yield store, port
@@ -142,17 +144,20 @@ def test_who_knows_the_secret_sends_ranks_away(job: tuple[dist.Store, int], page
             assert "this is no order" in _order(page, wrong)
         says(_order(page, json.dumps(given | {"secret": "guessed"}).encode()), "403", "not the job's TRIGRAM")
         says(_order(page, json.dumps(given | {"rank": 7}).encode()), "403", "rank(s) 7 are no members")
-        for header, path in (("", "drain"), ("drain", "drain/"), ("drain", "job.json")):
+        for header, path in (("", "drain"), ("drain", "drain/"), ("drain", "job.json"), ("drain", "evict")):
             assert _order(page, right, header, path).startswith("404")
         assert _order(page, right, Host="evil.example").startswith("403")
         period = Period(2, 1)
         store = ReconnectingStore(job[0], None)
         assert orders.found(store, period) == []
-        assert _order(page, right) == "200 it was asked to leave\n"
+        assert _order(page, right) == "200 it was ordered\n"
         found = orders.found(store, period)
         assert len(found) == 1
         body = seals.opened("drain in 2.1", found[0].encode("latin-1"), KEY_OF_JOB)
-        assert body is not None and json.loads(body)["ranks"] == [1]
+        assert body is not None and json.loads(body)["ranks"] == [1] and not json.loads(body)["evicts"]
+        assert _order(page, right, "evict", "evict").startswith("200")
+        body = seals.opened("drain in 2.1", orders.found(store, period)[1].encode("latin-1"), KEY_OF_JOB)
+        assert body is not None and json.loads(body)["ranks"] == [1] and json.loads(body)["evicts"] is True
     finally:
         stop.set()
         leader.join()
@@ -167,6 +172,7 @@ def test_what_a_browser_draws(page: str) -> None:
     )
     dom = done.stdout
     says(dom, "<title>trigram top</title>", "2 of 2", "&lt;img src=x", "1 (25 %)", "<b>91</b>")
+    says(dom, "ranks 0 and 1: 8.40 MB/s", "rank 1 has waited &lt;b&gt;long")
     assert "<img" not in dom
     assert len(re.findall(r'class="stack"', dom)) == 2 and dom.count("<polygon") == 2
     slowest = re.search(r'<tr class="slowest"><td>(\d)</td>', dom)

@@ -455,6 +455,22 @@ def drain_command(
     raise typer.Exit(drain.send_away(store, ranks, timeout))
 
 
+@app.command("evict")
+def evict_command(
+    ranks: Annotated[list[int], typer.Argument(metavar="RANK...", help="Members of the job.", min=0)],
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The job's store; else MASTER_ADDR and MASTER_PORT."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until they are out.", min=0)] = 60.0,
+) -> None:
+    """Take ranks out of an elastic job at once, such as one that hangs: each says where it is, and ends."""
+    from trigram.cli import drain  # each command loads what it needs
+
+    raise typer.Exit(drain.send_away(store, ranks, timeout, evicts=True))
+
+
 @app.command("compare")
 def compare_command(
     first: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a job (TRIGRAM_REPORT).")],

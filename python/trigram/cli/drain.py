@@ -1,4 +1,5 @@
-"""`trigram drain`: asks ranks of an elastic job to leave it, through its store, and waits until they have.
+"""`trigram drain` and `trigram evict`: have ranks of an elastic job leave it, through its store, and wait
+until they have.
 
 Any process may write to the store. So what an order says, and what is sealed, is what was asked for; the
 status says only whom to wait for.
@@ -27,13 +28,14 @@ _HEED = 5.0
 """Seconds after which a rank that heeds an order has said so."""
 
 
-def send_away(store: str | None, ranks: Sequence[int], timeout: float) -> int:
+def send_away(store: str | None, ranks: Sequence[int], timeout: float, evicts: bool = False) -> int:
     """Asks ranks to leave, and waits until they have.
 
     Args:
         store: ``HOST:PORT``; None: where MASTER_ADDR and MASTER_PORT say.
         ranks: The ranks; where replicas have several ranks, those of their replicas leave too.
         timeout: Seconds to wait; 0: it only asks.
+        evicts: They are taken out at once, and do not end their step.
 
     Returns:
         The exit code: 1 if some have not left, or no elastic job is alive there.
@@ -50,18 +52,21 @@ def send_away(store: str | None, ranks: Sequence[int], timeout: float) -> int:
     leave = chosen(status, ranks)
     if 0 in leave:
         typer.echo("if rank 0 serves the job's store, nobody can join any more once it has left", err=True)
+    asked = f"rank(s) {_listed(leave)} " + ("are evicted" if evicts else "were asked to leave")
     if timeout == 0:
-        orders.give(client, _period(status), ranks)
-        typer.echo(f"rank(s) {_listed(leave)} were asked to leave")
+        orders.give(client, _period(status), ranks, evicts)
+        typer.echo(asked)
         return 0
     try:
+        if evicts:
+            return _until_evicted(client, watch, status, ranks, leave, timeout)
         return _until_left(client, watch, status, ranks, leave, timeout)
     except KeyboardInterrupt:
-        typer.echo(f"rank(s) {_listed(leave)} were asked to leave, which stands", err=True)
+        typer.echo(f"{asked}, which stands", err=True)
         raise
 
 
-def ask(store: str | None, ranks: Sequence[int]) -> None:
+def ask(store: str | None, ranks: Sequence[int], evicts: bool = False) -> None:
     """Asks ranks to leave, and does not wait until they have; the arguments are those of :func:`send_away`.
 
     Raises:
@@ -73,7 +78,7 @@ def ask(store: str | None, ranks: Sequence[int]) -> None:
     if status is None:
         raise typer.BadParameter(f"no elastic job is alive at the store {client.address}")
     chosen(status, ranks)
-    orders.give(client, _period(status), ranks)
+    orders.give(client, _period(status), ranks, evicts)
 
 
 def chosen(status: dict[str, Any], ranks: Sequence[int]) -> list[int]:
@@ -133,6 +138,44 @@ def _until_left(
         typer.echo(f"rank(s) {_listed(sorted(lost))} were lost before they could leave", err=True)
         return 1
     typer.echo(f"rank(s) {_listed(leave)} left; the members are {_listed(status['members'])}")
+    return 0
+
+
+def _until_evicted(
+    client: ReconnectingStore,
+    watch: JobWatch,
+    status: dict[str, Any] | None,
+    ranks: Sequence[int],
+    leave: list[int],
+    timeout: float,
+) -> int:
+    """Gives the order once, and waits until the members have gone on without these; returns the exit code.
+
+    Not again in a later epoch: another process may have taken a rank's place in it.
+    """
+    begun = time.monotonic()
+    if status is not None:
+        orders.give(client, _period(status), ranks, True)
+    while status is not None and (left := [rank for rank in leave if rank in status["members"]]):
+        if time.monotonic() - begun > timeout:
+            has = "it is" if seals.secret() else "it is not"
+            typer.echo(
+                f"rank(s) {_listed(left)} are members still after {timeout:.0f} s: the others go on when "
+                "they next wait for a call. If they do not heed the order, the log of the leader (rank "
+                f"{status['leader']}) says why: the job's TRIGRAM_SECRET must be set here, and {has}",
+                err=True,
+            )
+            return 1
+        time.sleep(_LOOK)
+        status = _alive(watch)
+    if status is None:
+        typer.echo(
+            f"rank(s) {_listed(leave)} were to be evicted, but the job's store {client.address} or its "
+            "leader is gone, so whether they were is not known",
+            err=True,
+        )
+        return 1
+    typer.echo(f"rank(s) {_listed(leave)} were evicted; the members are {_listed(status['members'])}")
     return 0
 
 

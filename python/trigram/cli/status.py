@@ -16,6 +16,7 @@ _NAMES = {
     "asked to leave": "left, as asked to",
     "dead": "dead",
     "silent": "silent, evicted",
+    "evicted": "evicted, as asked to",
     "refused": "refused",
     "joined": "joined",
     "takes a place": "was a spare, counts now",

@@ -25,6 +25,7 @@ from trigram.runtime import seals
 
 _PAGE = Path(__file__).with_name("page.html")
 _LONGEST_ORDER = 4096
+_ORDERS = ("/drain", "/evict")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -49,6 +50,8 @@ def described(job: Job, elastic: dict[str, Any] | None, takes_orders: bool) -> d
             "sent": taken.sent,
             "waits_for": taken.waits_for,
             "waits": taken.waits,
+            "links": taken.links,
+            "lines": taken.lines,
             "state": job.state(rank),
         }
         for rank, (taken, _) in sorted(job.ranks.items())
@@ -90,11 +93,12 @@ class Watch:
         while not self._stop.wait(PERIOD / 4):  # the leader of an elastic job writes more often than ranks
             self._read()
 
-    def drain(self, order: bytes) -> None:
-        """Asks a rank to leave the job.
+    def order(self, order: bytes, evicts: bool) -> None:
+        """Has a rank leave the job.
 
         Args:
             order: What the page sends: the rank and the job's secret, as JSON.
+            evicts: It is taken out at once, and does not end its step.
 
         Raises:
             Refused: The order is not given.
@@ -110,7 +114,7 @@ class Watch:
         if not hmac.compare_digest(given, key):
             raise Refused("this is not the job's TRIGRAM_SECRET")
         try:
-            drain.ask(self._at, [rank])
+            drain.ask(self._at, [rank], evicts)
         except typer.BadParameter as error:
             raise Refused(str(error)) from error
 
@@ -143,14 +147,14 @@ def server(watch: Watch, host: str, port: int) -> ThreadingHTTPServer:
                 return
             size = self.headers.get("Content-Length", "")
             # Pages of other origins cannot send this header.
-            if self.path != "/drain" or self.headers.get("X-Trigram") != "drain":
+            if self.path not in _ORDERS or self.headers.get("X-Trigram") != self.path[1:]:
                 self._answer(404, "text/plain", b"not here\n")
             elif not (size.isascii() and size.isdigit()) or int(size) > _LONGEST_ORDER:
                 self._answer(400, "text/plain", b"this is no order\n")
             else:
                 try:
-                    watch.drain(self.rfile.read(int(size)))
-                    self._answer(200, "text/plain", b"it was asked to leave\n")
+                    watch.order(self.rfile.read(int(size)), self.path == "/evict")
+                    self._answer(200, "text/plain", b"it was ordered\n")
                 except Refused as error:
                     self._answer(403, "text/plain", f"{error}\n".encode())
 

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from trigram import _core
@@ -124,6 +124,7 @@ class JoinQueue:
             need it.
         is_asked: Whether this rank was asked to leave the job.
         ask: Asks it to, and says by whom.
+        evict: Takes ranks for lost; this process ends if this rank is one of them.
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
@@ -133,10 +134,11 @@ class JoinQueue:
         rank: int,
         is_asked: Callable[[], bool],
         ask: Callable[[str], None],
+        evict: Callable[[Collection[int]], None],
         replicas: Replicas,
     ) -> None:
         self.store, self.rank, self.replicas = store, rank, replicas
-        self.is_asked, self.ask = is_asked, ask
+        self.is_asked, self.ask, self.evict = is_asked, ask, evict
         self._orders = Orders(rank, replicas.touched)
         self.status: dict[str, Any] = {}
         self.describe: Callable[[], dict[str, Any]] = dict
@@ -208,7 +210,8 @@ class JoinQueue:
             if not self.is_leader:
                 published = _parse(self.store.get(STATUS) or b"{}")
                 self.regroup_request = published.get("regroup_request")
-                if (published.get("epoch"), published.get("empty_regroups")) == period:
+                of = published.get("epoch"), published.get("empty_regroups")
+                if of == period and status is self.status:
                     self._follow(published.get("orders"), period)
                 continue
             self._scan()
@@ -226,7 +229,9 @@ class JoinQueue:
                 self.store.put(STATUS, json.dumps(published))
 
     def _follow(self, given: Any, period: tuple[int, int]) -> None:
-        """Asks this rank to leave if an order says so."""
+        """Asks this rank to leave if an order says so, and takes those for lost whom another names."""
+        if evicted := self._orders.evicted(given, Period(*period)):
+            self.evict(evicted)
         if given and self._orders.name_me(given, Period(*period)):
             self.ask(orders.BY)  # also one that was asked to leave by somebody else: it leaves for good
 

@@ -6,6 +6,7 @@ A rank that starts late waits, with a world that has no connections, until its s
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from trigram import _core
 from trigram.collectives.consistency import listed
-from trigram.elastic import draining, membership
+from trigram.elastic import draining, eviction, membership
 from trigram.elastic.history import History
 from trigram.elastic.join_queue import (
     ADMITTED,
@@ -84,7 +85,8 @@ class Start:
         if store is None:
             return
         mine = job.here().part(draining.Draining)
-        self.queue = JoinQueue(connect_again(store), rank, mine.is_asked, mine.ask, self.replicas)
+        evict = functools.partial(eviction.evict, job.here())
+        self.queue = JoinQueue(connect_again(store), rank, mine.is_asked, mine.ask, evict, self.replicas)
         self.queue.hosted_store = store
         self.watch = JobWatch(self.queue.store)
         self.checked = 0.0

@@ -13,7 +13,7 @@ import torch
 
 from trigram.elastic.replicas import Replicas
 
-LOSS_KINDS = ("", "left", "dead", "silent", "refused")
+LOSS_KINDS = ("", "left", "dead", "silent", "refused", "evicted")
 STATELESS = 8
 """Added to the loss kind of a rank that has no training state yet."""
 _NEWCOMER, _COMMITS, _BOUNDARY, _COMPLETE, _RENEW, _ASKED = range(6)
@@ -134,7 +134,7 @@ class Knowledge:
     def alive(self) -> list[int]:
         """The members that are not reached and may still run, and whose voice counts."""
         # What is left of a replica leaves as well.
-        ended = self.replicas.touched(self.lost("left", "dead"))
+        ended = self.replicas.touched(self.lost("left", "dead", "evicted"))
         return [r for r in self.members if r not in self.reachable and r not in ended | self.stateless]
 
     def outvote(self, others: Sequence[int]) -> bool:
@@ -155,5 +155,5 @@ class Knowledge:
             hosts: The host of each rank. The kernel of a host knows which of its processes have ended.
         """
         near = {hosts[r] for r in self.reachable}
-        gone = self.stateless | self.lost("left")
+        gone = self.stateless | self.lost("left", "evicted")
         return [r for r in self.members if r not in self.reachable and r not in gone and hosts[r] not in near]

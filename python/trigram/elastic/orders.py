@@ -1,4 +1,4 @@
-"""Orders to leave an elastic job that come from outside of it, as ``trigram drain`` gives them: by its store.
+"""Orders to leave an elastic job that come from outside of it, by its store: ``trigram drain`` and ``evict``.
 
 An order names ranks and the epoch in which it was given, and holds in no other, so that nobody can give an
 old one again. It is sealed with the job's secret. The leader publishes the orders with the job's status, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,23 @@ class Period:
     empty_regroups: int
 
 
-def give(store: ReconnectingStore, period: Period, ranks: Sequence[int]) -> None:
-    """Asks members of a job to leave it after their step."""
+@dataclass(frozen=True)
+class Order:
+    """An order that may be followed.
+
+    Attributes:
+        ranks: Whom it names.
+        evicts: They are to be taken out at once; otherwise they leave when their step is over.
+    """
+
+    ranks: frozenset[int]
+    evicts: bool
+
+
+def give(store: ReconnectingStore, period: Period, ranks: Sequence[int], evicts: bool = False) -> None:
+    """Has members leave a job, after their step or at once; see :class:`Order`."""
     at = period.epoch, period.empty_regroups
-    body = json.dumps({"ranks": sorted(ranks), "at": time.time()}).encode()
+    body = json.dumps({"ranks": sorted(ranks), "at": time.time(), "evicts": evicts}).encode()
     number = int(store(lambda s: s.add(_COUNT.format(*at), 1)) or 0)
     store.put(_ORDER.format(*at, number), seals.sealed(_KIND.format(*at), body, seals.secret()))
 
@@ -67,7 +80,7 @@ class Orders:
         together: Who leaves if these ranks do: their replicas.
     """
 
-    def __init__(self, rank: int, together: Callable[[Sequence[int]], set[int]]) -> None:
+    def __init__(self, rank: int, together: Callable[[Iterable[int]], set[int]]) -> None:
         self._rank, self._together, self._warned = rank, together, ""
 
     def accepted(
@@ -83,10 +96,10 @@ class Orders:
         """
         accepted, gone = [], set(leaving)
         for text in found:
-            ranks = self._ranks(text, period)
-            more = gone | {r for r in members if ranks is not None and r in ranks}
-            if ranks is None:
+            order = self._read(text, period)
+            if order is None:
                 continue
+            more = gone | (self._together(order.ranks) & set(members))
             if more.issuperset(members):
                 self._warn("with those that leave already it names all members")
                 continue
@@ -95,18 +108,28 @@ class Orders:
         return accepted
 
     def name_me(self, published: Any, period: Period) -> bool:
-        """Whether one of the published orders asks this rank to leave.
+        """Whether one of the published orders asks this rank to leave after its step.
 
         Args:
             published: What the leader has accepted; any process may have written it.
             period: The present one, which is that of the orders.
         """
-        texts = [text for text in published if isinstance(text, str)] if isinstance(published, list) else []
-        named = (self._ranks(text, period) for text in texts[:_MOST])
-        return any(ranks is not None and self._rank in ranks for ranks in named)
+        orders = self._published(published, period)
+        return any(self._rank in self._together(order.ranks) for order in orders if not order.evicts)
 
-    def _ranks(self, text: str, period: Period) -> set[int] | None:
-        """Who leaves by an order; None: nobody, because it is not one to follow."""
+    def evicted(self, published: Any, period: Period) -> set[int]:
+        """The ranks that published orders take out at once; of their replicas the others leave by themselves.
+        The arguments are those of :meth:`name_me`."""
+        orders = self._published(published, period)
+        return {rank for order in orders if order.evicts for rank in order.ranks}
+
+    def _published(self, published: Any, period: Period) -> list[Order]:
+        texts = [text for text in published if isinstance(text, str)] if isinstance(published, list) else []
+        read = (self._read(text, period) for text in texts[:_MOST])
+        return [order for order in read if order is not None]
+
+    def _read(self, text: str, period: Period) -> Order | None:
+        """An order; None if it is not one to follow."""
         kind = _KIND.format(period.epoch, period.empty_regroups)
         body = seals.opened(kind, text.encode("latin-1", "replace"), seals.secret())
         if body is None:
@@ -114,14 +137,15 @@ class Orders:
             return None
         try:
             order = json.loads(body)
-            ranks, at = [int(rank) for rank in order["ranks"]], float(order["at"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            ranks, at = frozenset(int(rank) for rank in order["ranks"]), float(order["at"])
+            read = Order(ranks, order.get("evicts") is True)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             self._warn("it is malformed")
             return None
         if not abs(time.time() - at) < _LIFE:
             self._warn("it is older than ten minutes, or clocks differ by as much")
             return None
-        return self._together(ranks)
+        return read
 
     def _warn(self, why: str) -> None:
         """Says once why an order is not followed."""

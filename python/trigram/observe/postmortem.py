@@ -203,7 +203,7 @@ def _survived(group: _Group, number: int) -> bool:
 
 def _lost(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
     """Ranks that died or fell silent, as the others saw it: first the one that most of them lost first."""
-    words = {"dead": "died", "silent": "fell silent"}
+    words = {"dead": "died", "silent": "fell silent", "evicted": "was evicted by trigram evict"}
     how: dict[int, set[str]] = defaultdict(set)
     first: Counter[int] = Counter()
     for dump in dumps.values():

@@ -27,9 +27,13 @@ PER_RANK = 0.01
 store."""
 KEY = "top/{}"
 """Of a rank's snapshot in the store."""
-_LONGEST = 4096
+_LONGEST = 8192
 _TEXT = 64
 _SILENT = 8
+_LINKS = 8
+"""Peers of which a snapshot says what they get: those that get most."""
+_LINES, _LINE = 4, 200
+"""How many of the last log lines it has, and letters of each."""
 
 
 @dataclass
@@ -48,6 +52,8 @@ class Snapshot:
             second.
         waits: See ``waits_for``.
         silent: Ranks of which it hears nothing.
+        links: Pairs of a peer and the bytes per second that it got from this rank.
+        lines: Pairs of a time and one of the last warnings that the rank has logged.
         left: Whether it has left the job.
     """
 
@@ -63,6 +69,8 @@ class Snapshot:
     waits_for: int = -1
     waits: float = 0.0
     silent: list[int] = field(default_factory=list)
+    links: list[list[Any]] = field(default_factory=list)
+    lines: list[list[Any]] = field(default_factory=list)
     left: bool = False
 
 
@@ -100,17 +108,30 @@ def unseal(value: bytes, rank: int, key: bytes | None) -> Snapshot:
 def _fits(value: Any, name: str) -> bool:
     """Whether a field has a value that a rank could have written."""
     if name in ("host", "model"):
-        return isinstance(value, str) and len(value) <= _TEXT and value.isprintable()
+        return _is_text(value, _TEXT)
     if name == "left":
         return isinstance(value, bool)
     if name == "silent":
         return isinstance(value, list) and len(value) <= _SILENT and all(map(_whole, value))
+    if name == "links":
+        return _pairs(value, _LINKS) and all(_whole(rank) and _number(rate) for rank, rate in value)
+    if name == "lines":
+        return _pairs(value, _LINES) and all(_number(at) and _is_text(text, _LINE) for at, text in value)
     if name == "seconds":
         right = isinstance(value, dict) and set(value) in (set(), {"step", *steps.PHASES})
         return right and all(map(_number, value.values()))
     if name in ("time", "sent", "waits"):
         return _number(value)
     return _whole(value)
+
+
+def _is_text(value: Any, longest: int) -> bool:
+    return isinstance(value, str) and len(value) <= longest and value.isprintable()
+
+
+def _pairs(value: Any, most: int) -> bool:
+    right = isinstance(value, list) and len(value) <= most
+    return right and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
 
 
 def _whole(value: Any) -> bool:
@@ -135,7 +156,7 @@ class Publisher:
         self.period = max(PERIOD, PER_RANK * present.size)
         self.number, self.at = 0, time.monotonic()
         self.before: weakref.WeakKeyDictionary[steps.StepTimes, Sequence[int]] = weakref.WeakKeyDictionary()
-        self.sent = 0
+        self.sent: list[int] = []
         self.failing = False
         self.waited: list[float] = []
         self._stop = threading.Event()
@@ -186,8 +207,15 @@ class Publisher:
                 keys = ("step", *steps.PHASES)
                 taken.seconds = {key: n * 1e-9 / ended for key, n in zip(keys, ns, strict=True)}
             self.before[times] = sums
-        sent, waited = sum(counters["sent_bytes"]), list(counters["waited_for"])
-        taken.sent, self.sent = max(0, sent - self.sent) / elapsed, sent
+        sent, waited = list(counters["sent_bytes"]), list(counters["waited_for"])
+        # An elastic job's next epoch counts from nothing.
+        before = self.sent if len(self.sent) == len(sent) and sum(self.sent) <= sum(sent) else [0] * len(sent)
+        rates = [max(0, n - b) / elapsed for n, b in zip(sent, before, strict=True)]
+        taken.sent, self.sent = sum(rates), sent
+        most = sorted((rank for rank, r in enumerate(rates) if r > 0), key=lambda rank: -rates[rank])
+        taken.links = [[rank, round(rates[rank])] for rank in most[:_LINKS]]
+        lines = [(at, "".join(c if c.isprintable() else " " for c in text)) for at, text in list(logs.recent)]
+        taken.lines = [[round(at, 3), text[:_LINE]] for at, text in lines[-_LINES:]]
         since = [w - b for w, b in zip(waited, self.waited or [0.0] * len(waited), strict=False)]
         self.waited = waited
         if since and max(since) > 0:

@@ -13,6 +13,8 @@ import os
 import re
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from trigram import _core
@@ -26,6 +28,9 @@ _FLUSH = "\0"
 
 _LONG_WAIT = re.compile(r"rank \d+ has waited \d+ s in ([^(]+)\(")
 """The engine's line about a call that takes long; it names the call."""
+
+recent: deque[tuple[float, str]] = deque(maxlen=64)
+"""The last lines that a user should see, and when they were logged, as ``time.time()``."""
 
 _waits: dict[int, tuple[str, Callable[[], str]]] = {}
 """By thread, the call in which it waits, and what says to which model the call belongs."""
@@ -98,7 +103,10 @@ def _write(lines: list[tuple[int, str]]) -> None:
         else:
             # A filter or a handler of the user's that raises must not end the log.
             with contextlib.suppress(Exception):
-                _emit(level, _described(text))
+                described = _described(text)
+                if level >= logging.WARNING:
+                    recent.append((time.time(), described))
+                _emit(level, described)
 
 
 def _described(text: str) -> str:

@@ -70,6 +70,9 @@ pub enum Error {
     /// The operation was aborted on purpose, here or by another rank.
     #[error("{0}")]
     Aborted(String),
+    /// Who runs the job has sent a rank away. All ranks believe it at once, also where they hear that rank.
+    #[error("{0}")]
+    SentAway(String),
     /// The operating system refused something.
     #[error("{what}: {why}")]
     Io {
@@ -84,6 +87,11 @@ impl Error {
     /// An [`Error::Io`] from what was attempted and the system's answer.
     pub fn io(what: impl Into<String>, why: impl fmt::Display) -> Self {
         Error::Io { what: what.into(), why: why.to_string() }
+    }
+
+    /// Whether a rank of which this is said is gone for all, however well others hear it.
+    pub fn is_final(&self) -> bool {
+        matches!(self, Error::Corrupt { .. } | Error::SentAway(_))
     }
 
     /// An [`Error::Misuse`].

@@ -404,6 +404,36 @@ fn a_rank_that_leaves_is_named() {
     }
 }
 
+/// Rank 2 is alive and waits; rank 0 is told to send it away. Rank 1 hears of that from rank 0 only, and hears rank 2.
+#[test]
+fn all_believe_at_once_who_was_sent_away() {
+    for transport in [Transport::Shm, Transport::Tcp] {
+        let engines = met(3, transport);
+        let boss = engines[0].clone();
+        let began = Instant::now();
+        let errors = on_all(engines, |rank, group| {
+            if rank == 0 {
+                std::thread::sleep(Duration::from_millis(100));
+                boss.send_away(2, "the operator says so".into()).unwrap();
+                boss.send_away(7, "there is no such rank".into()).unwrap();
+            }
+            // Rank 2 does not make this call: it hangs.
+            if rank < 2 {
+                return all_reduce(&group, &mut [0.0; 4], Via::Auto).unwrap_err().to_string();
+            }
+            while group.engine().counters().failures().losses().is_empty() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            all_reduce(&group, &mut [0.0; 4], Via::Auto).unwrap_err().to_string()
+        });
+        assert!(began.elapsed() < Duration::from_secs(10), "it was not believed at once");
+        for error in &errors[..2] {
+            assert!(error.contains("rank 2 is gone (the operator says so)"), "{transport:?}: {errors:?}");
+        }
+        assert!(errors[2].contains("it evicted this rank"), "{transport:?}: {errors:?}");
+    }
+}
+
 #[test]
 fn messages_larger_than_any_buffer_arrive() {
     for engines in [over_mem(2), met(2, Transport::Shm), met(2, Transport::Tcp)] {

@@ -170,16 +170,23 @@ impl Engine {
         })
     }
 
-    /// The ranks lost so far in the order of their losses, those that left last, and how: left, dead, silent or refused.
+    /// Takes a rank for lost, on all ranks, though it may be well.
+    fn send_away(&self, py: Python<'_>, rank: u32, why: String) -> PyResult<()> {
+        py.detach(|| self.0.send_away(rank, why)).raise(py)
+    }
+
+    /// The ranks lost so far in the order of their losses, those that left last, and how: left, dead, silent, refused or
+    /// evicted.
     fn losses(&self) -> Vec<(u32, &'static str)> {
-        let name = |how| match how {
+        let failures = self.0.counters().failures();
+        let name = |rank, how| match how {
+            LossKind::Silent | LossKind::Dead if failures.is_sent_away(rank) => "evicted",
             LossKind::Left => "left",
             LossKind::Dead => "dead",
             LossKind::Silent => "silent",
             LossKind::Refused => "refused",
         };
-        let losses = self.0.counters().failures().losses();
-        losses.into_iter().map(|(rank, how)| (rank, name(how))).collect()
+        failures.losses().into_iter().map(|(rank, how)| (rank, name(rank, how))).collect()
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

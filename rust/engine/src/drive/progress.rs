@@ -156,6 +156,13 @@ impl Progress {
         }
     }
 
+    /// Evicts a rank that may be well, because who runs the job says so.
+    pub(crate) fn send_away(&mut self, rank: u32, why: Error) {
+        if rank != self.world.rank && (rank as usize) < self.world.size() {
+            self.report(rank, why, LossKind::Silent);
+        }
+    }
+
     /// Fails one call on all ranks, if it is still under way.
     pub(crate) fn stop(&mut self, completion: &Arc<Completion>, error: Error) {
         if let Some(i) = self.calls.active.iter().position(|j| Arc::ptr_eq(&j.completion, completion)) {
@@ -424,7 +431,7 @@ impl Progress {
     fn keep_if_cut(&mut self, event: LossEvent) -> Option<LossEvent> {
         let is_cut = self.world.relay_of(event.rank).is_some() && self.rx[event.rank as usize].is_some();
         let may_live = matches!(event.kind, LossKind::Dead | LossKind::Silent);
-        if !is_cut || event.reported_by.is_some() || !may_live || matches!(event.why, Error::Corrupt { .. }) {
+        if !is_cut || event.reported_by.is_some() || !may_live || event.why.is_final() {
             return Some(event);
         }
         self.rx[event.rank as usize] = None;
@@ -495,7 +502,7 @@ impl Progress {
             return;
         }
         if let Some(reporter) = reporter
-            && !matches!(event.why, Error::Corrupt { .. })
+            && !event.why.is_final()
             && self.hears(event.rank)
         {
             self.hearsay.push((self.heartbeat.clock(), reporter, event));

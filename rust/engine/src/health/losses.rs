@@ -52,6 +52,11 @@ impl Failures {
         self.order.iter().filter_map(|rank| self.kinds.get(rank).map(|&kind| (*rank, kind))).collect()
     }
 
+    /// Whether a peer was sent away by who runs the job.
+    pub fn is_sent_away(&self, rank: u32) -> bool {
+        matches!(self.lost.get(&rank), Some(Error::SentAway(_)))
+    }
+
     /// How a peer was lost, if it was.
     pub fn kind(&self, rank: u32) -> Option<LossKind> {
         self.kinds.get(&rank).copied()

@@ -65,6 +65,7 @@ pub(crate) enum Command {
     Abort(Arc<Members>, u64, Error),
     AbortGroup(Arc<Members>, Error),
     Help(Arc<Members>),
+    SendAway(u32, Error),
     /// The caller has stopped waiting: its call fails on all ranks and releases its memory.
     Stop(Arc<Completion>),
 }
@@ -480,6 +481,7 @@ impl Driver {
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
                 Command::AbortGroup(members, error) => progress.abort_group(&members, &error),
                 Command::Help(members) => progress.help(members),
+                Command::SendAway(rank, why) => progress.send_away(rank, why),
                 Command::Stop(completion) => self.abort_call(progress, &completion),
             }
         }

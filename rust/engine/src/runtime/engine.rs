@@ -279,6 +279,12 @@ impl Engine {
         self.command(Command::AbortGroup(members, error))
     }
 
+    /// Takes a rank for lost, on all ranks, though it may be well: who runs the job says so.
+    pub fn send_away(&self, rank: u32, why: String) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::SendAway(rank, Error::SentAway(why)))
+    }
+
     /// Takes part in all calls of a group that this rank helps.
     ///
     /// # Errors

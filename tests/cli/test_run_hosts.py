@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_run_nodes import GROWS
 from tests.support import netns
 from tests.support.checks import says
 from tests.support.elastic_script import dies_once
@@ -85,6 +86,23 @@ def test_a_rank_that_fails_ends_those_of_other_hosts(several_hosts: None, tmp_pa
     says(err, "[3] no luck", "rank 3 failed with exit code 1", f"the ranks of {netns.name(1)} have failed")
 
 
+def test_a_job_goes_on_without_a_host(several_hosts: None, tmp_path: Path) -> None:
+    """The rank of the second host fails for good."""
+    process = _run(tmp_path, GROWS, "1", ranks=1, more=["--min", "1"])
+    try:
+        until(lambda: all((tmp_path / f"rank{k}of2").exists() for k in range(2)), 90, "both")
+        (tmp_path / "fail").touch()
+        until((tmp_path / "rank0of1").exists, 60, "what is left")
+        (tmp_path / "over").touch()
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    says(err, "the job goes on with 1")
+    says(out, "[0] rank 0 has finished")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_starting_host_has_gone(
     several_hosts: None, tmp_path: Path, number: signal.Signals
@@ -129,7 +147,7 @@ def test_no_hosts_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
-    part = [sys.executable, "-m", "trigram", "run", "-n", "1", "--part", "0/1/2000/h", "script.py"]
+    part = [sys.executable, "-m", "trigram", "run", "-n", "1", "--obey", "script.py"]
     for told, words in (
         ('{"environment": {}, "folder": "/no/such"}\n', ["no folder /no/such", "same place"]),
         ("x\n", ["trigram run --hosts"]),

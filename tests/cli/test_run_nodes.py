@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +32,30 @@ if sys.argv[1] == "fails":
 """
 
 
-def _launcher(folder: Path, port: int, *words: str, nodes: int = 2) -> subprocess.Popen[str]:
+GROWS = """
+import os, pathlib, sys, time, torch, trigram
+torch.set_num_threads(1)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+trigram.init(elastic=True)
+net = trigram.with_bagua(net, optimizer=optimizer, elastic=True)
+rank = os.environ["RANK"]
+for step in range(trigram.stats(net)["steps"], 100_000):
+    optimizer.zero_grad()
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    now = trigram.world_size()
+    pathlib.Path(f"rank{rank}of{now}").write_text(str(os.getpid()))
+    if rank in sys.argv[1:] and pathlib.Path("fail").exists():
+        raise SystemExit("it fails for good")
+    if all(trigram.elastic_all_gather(pathlib.Path("over").exists())):
+        break
+    time.sleep(0.05)
+print("rank", rank, "has finished", flush=True)
+"""
+
+
+def _launcher(folder: Path, port: int, *words: str, nodes: int | str = 2) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trigram", "run", "--nnodes", str(nodes)]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", *words]
     return subprocess.Popen(
@@ -86,6 +111,76 @@ def test_rank_0_is_started_again(tmp_path: Path) -> None:
     assert [code for code, _, _ in found] == [0, 0], found
     assert (tmp_path / "again0").exists() and (tmp_path / "again1").exists()
     assert any("starting it again" in errors for _, errors, _ in found)
+
+
+def test_machines_come_and_go(tmp_path: Path) -> None:
+    """A job of one machine at least and two at most: the second comes later, and a third is told to wait. It
+    takes the place of the second when that has lost its power."""
+    port, script = free_port(), _script(tmp_path, GROWS)
+    words = ["-n", "1", "--min", "1", script]
+    first = _launcher(tmp_path, port, *words, nodes="1:2")
+    launchers = [first]
+    try:
+        until((tmp_path / "rank0of1").exists, 60, "the first machine")
+        launchers.append(_launcher(tmp_path, port, *words, nodes="1:2"))
+        until((tmp_path / "rank1of2").exists, 60, "the second")
+        late = _launcher(tmp_path, port, *words, nodes="1:2")
+        _, errors = late.communicate(timeout=60)
+        assert late.returncode == 2
+        says(" ".join(errors.replace("│", "").split()), "2 launchers run", "already (--nnodes 1:2)")
+        (tmp_path / "rank0of1").unlink()
+        launchers[1].kill()
+        os.kill(int((tmp_path / "rank1of2").read_text()), signal.SIGKILL)
+        until((tmp_path / "rank0of1").exists, 60, "what is left")
+        launchers.append(_launcher(tmp_path, port, *words, nodes="1:2"))
+        until((tmp_path / "rank2of2").exists, 90, "the third")
+        (tmp_path / "over").touch()
+        found = [(launcher.wait(60), *launcher.communicate()) for launcher in (first, launchers[2])]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert ["has finished" in said for _, said, _ in found] == [True, True]
+
+
+@pytest.mark.parametrize("least", [2, 3])
+def test_how_many_ranks_must_be_left_counts_for_all_machines(tmp_path: Path, least: int) -> None:
+    """Machine 1 has two ranks, of which both fail for good, and machine 0 has two."""
+    port, script = free_port(), _script(tmp_path, GROWS)
+    words = ["-n", "2", "--min", str(least), script, "2", "3"]
+    two = [_launcher(tmp_path, port, "--node-rank", str(k), *words) for k in (1, 0)]
+    until(lambda: all((tmp_path / f"rank{k}of4").exists() for k in range(4)), 90, "all")
+    (tmp_path / "fail").touch()
+    if least == 2:
+        until(lambda: all((tmp_path / f"rank{k}of2").exists() for k in range(2)), 60, "what is left")
+        (tmp_path / "over").touch()
+    (code1, errors1, _), (code0, errors0, said0) = _ended(two)
+    assert code1 == 1
+    says(errors1, "it fails for good")
+    if least == 2:
+        assert code0 == 0 and said0.count("has finished") == 2, errors0
+        says(errors1, "the job goes on with 2")
+    else:
+        assert code0 == 1
+        says(errors0, "ranks are left on all machines, and --min is 3; ending those here")
+
+
+def test_numbers_of_machines_that_are_none(tmp_path: Path) -> None:
+    script = _script(tmp_path, "")
+    for words, said in (
+        (["--nnodes", "0"], "neither a number"),
+        (["--nnodes", "3:2"], "neither a number"),
+        (["--nnodes", "2:x"], "neither a number"),
+        (["--nnodes", "2", "--node-rank", "2"], "it is from 0 to 1"),
+        (["--nnodes", "1:2", "--node-rank", "0"], "numbered as they come"),
+        (["--nnodes", "1:2"], "needs --rdzv-endpoint"),
+        (["--hosts", "a,b", "-n", "2", "--min", "5"], "--min 5 is more than the 4 ranks"),
+    ):
+        argv = [sys.executable, "-m", "trigram", "run", *words, script]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2, words
+        says(" ".join(done.stderr.replace("│", "").split()), said)
 
 
 def test_launchers_that_do_not_come(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""The `trigram` command: run, plan, top, status, drain, report, compare, timeline, postmortem, demo, bench,
-chaos, test, doctor, algorithms."""
+"""The `trigram` command: run, plan, top, status, drain, evict, report, compare, timeline, postmortem, demo,
+bench, chaos, test, doctor, algorithms."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,8 @@ Via = Literal["shared", "ring", "tree", "recursive_doubling", "scatter_gather", 
 Allowed = Literal["exact", "close", "any"]
 Count = Annotated[int, typer.Option(min=1)]
 SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
+_HOSTS_SECONDS = 120.0
+"""How long launchers that are started at the same time wait for each other, at most."""
 PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl",)}
 
 app = typer.Typer(
@@ -88,7 +91,7 @@ def run_command(
     ] = 0,
     least: Annotated[
         int | None,
-        typer.Option("--min", min=1, help="With so many ranks left, an elastic job goes on."),
+        typer.Option("--min", min=1, help="With so many ranks left in all, an elastic job goes on."),
     ] = None,
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Begin each line of a rank with its number.")
@@ -113,8 +116,17 @@ def run_command(
         typer.Option(metavar="NAME", help="With --hosts: a variable for all ranks."),
     ] = None,
     nnodes: Annotated[
-        int, typer.Option(min=1, help="Launchers like this one, one on each machine, that meet.")
-    ] = 1,
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Launchers like this one, one on each machine, that meet. MIN:MAX: an elastic job begins "
+            "with MIN of them, and others join it.",
+        ),
+    ] = "1",
+    place: Annotated[
+        int | None,
+        typer.Option("--node-rank", min=0, help="This machine's number; else in the order of coming."),
+    ] = None,
     endpoint: Annotated[
         str | None,
         typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet: one of the machines."),
@@ -122,7 +134,7 @@ def run_command(
     patience: Annotated[
         float, typer.Option("--rdzv-timeout", min=1, help="Seconds to wait for the other launchers.")
     ] = 600.0,
-    part: Annotated[str | None, typer.Option(hidden=True)] = None,
+    obey: Annotated[bool, typer.Option("--obey", hidden=True)] = False,
 ) -> None:
     """Run a script on several ranks of this machine, or of several.
 
@@ -136,7 +148,7 @@ def run_command(
     from trigram.cli import remote  # each command loads what it needs
     from trigram.runtime import launch  # likewise
 
-    if part is not None:
+    if obey:
         remote.obey(sys.stdin.fileno())
     if not module and not Path(command[0]).exists():
         raise typer.BadParameter(f"there is no script {command[0]}")
@@ -147,29 +159,38 @@ def run_command(
             "--hosts starts ranks over ssh, --rdzv-endpoint is for launchers on each host"
         )
     if hosts is not None:
-        if least is not None:
-            raise typer.BadParameter("--min counts the ranks of one machine; give --hosts without it")
-        words = ["--prefix", f"--restarts={restarts}", *([f"--tee={tee}"] if tee else []), *script]
         named, python = remote.hosts(hosts), there or sys.executable
         if not named:
             raise typer.BadParameter("--hosts needs a host or more, with commas in between")
-        code = remote.launch(named, ranks, words, ssh=ssh, python=python, port=port, more=env or [])
+        _check_least(least, ranks * len(named))
+        if least is not None:  # ranks that go on without others are not ended by those of a host that fails
+            patience = min(patience, _HOSTS_SECONDS)
+        words = ["--prefix", f"--restarts={restarts}", f"--rdzv-timeout={patience}"]
+        words += [*([f"--tee={tee}"] if tee else []), *script]
+        code = remote.launch(
+            named, ranks, words, ssh=ssh, python=python, port=port, more=env or [], least=least
+        )
         raise typer.Exit(code)
-    if nnodes > 1 and endpoint is None:
+    from trigram.cli import nodes  # likewise
+
+    several = nodes.Nodes.parse(nnodes, place)
+    if several.most > 1 and endpoint is None:
         raise typer.BadParameter(
             f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, one of the machines and a free port there"
         )
-    if least is not None and least > ranks:
-        raise typer.BadParameter(f"--min {least} is more than the {ranks} ranks that are started (-n)")
-    of = None if part is None else launch.Part.parse(part)
+    if endpoint is None:
+        _check_least(least, ranks)
+    of: launch.Part | None = None
+    elsewhere: Callable[[int], int] = launch.alone
     if tee is not None:
         tee.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         more: dict[str, str] = {}
         if endpoint is not None:
-            from trigram.cli import nodes  # likewise
-
-            of, more = stack.enter_context(nodes.met(endpoint, nnodes, ranks, patience))
+            meeting = stack.enter_context(nodes.met(endpoint, several, ranks, patience))
+            of, more, elsewhere = meeting.part, meeting.environment, meeting.tally
+            if several.least == several.most:
+                _check_least(least, of.world)
         done = launch.launch(
             ranks,
             [sys.executable, *script],
@@ -180,8 +201,14 @@ def run_command(
             prefix=prefix,
             tee=tee,
             part=of,
+            elsewhere=elsewhere,
         )
     raise typer.Exit(done.code)
+
+
+def _check_least(least: int | None, ranks: int) -> None:
+    if least is not None and least > ranks:
+        raise typer.BadParameter(f"--min {least} is more than the {ranks} ranks that are started (-n)")
 
 
 @app.command("chaos", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,15 +1,19 @@
 """``trigram run --nnodes``: the launchers of several machines find each other, as torchrun's do.
 
 The first launcher at the endpoint serves a store, and goes on serving it until all have ended. Their ranks
-use the same store, so it outlives rank 0.
+use the same store, so it outlives rank 0. With ``--nnodes MIN:MAX`` the job begins when MIN launchers have
+met; the ranks of those that come later join the elastic job while it runs.
 """
 
 from __future__ import annotations
 
+import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -21,15 +25,155 @@ from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, answered
 from trigram.runtime.launch import END_SECONDS, Part
 
-_OPEN, _COUNT, _RANKS, _OVER = "launchers/open", "launchers/count", "launchers/{}/ranks", "launchers/over"
+_OPEN, _COUNT, _RANKS = "launchers/open", "launchers/count", "launchers/{}/ranks"
+_PLACE = "launchers/place/{}"
+_WORLD, _LATER = "launchers/world", "launchers/later"
+"""Ranks of the launchers that began the job, and of those that have come later."""
+_LEFT = "launchers/{}/left"
+"""How many ranks a launcher has left, a count that grows while it runs, and whether it is over."""
 _POLL = 0.05
 _CONNECT_SECONDS = 5.0
 _SERVE_SECONDS = 3 * END_SECONDS
 """How long the store is served after the ranks here have ended: as long as others may take to end theirs."""
+_BEAT = 1.0
+_SILENT = 15.0
+"""Seconds without a beat after which a launcher counts as lost, with its ranks."""
+_ANSWER = 5.0
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many launchers take part.
+
+    Attributes:
+        least: The job begins when so many have met.
+        most: So many may run at a time.
+        place: This one's number, from 0; None: in the order in which they come.
+    """
+
+    least: int
+    most: int
+    place: int | None = None
+
+    @staticmethod
+    def parse(text: str, place: int | None) -> Nodes:
+        """From ``N`` or ``MIN:MAX``.
+
+        Raises:
+            typer.BadParameter: It is neither.
+        """
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most:
+            raise typer.BadParameter(f"--nnodes {text} is neither a number of machines nor MIN:MAX of them")
+        if place is not None and (least != most or not 0 <= place < least):
+            raise typer.BadParameter(
+                f"--node-rank {place}: with --nnodes {text} it is from 0 to {least - 1}"
+                + ("; with MIN:MAX machines are numbered as they come" if least != most else "")
+            )
+        return Nodes(least, most, place)
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it."""
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+@dataclass
+class _Other:
+    """Another launcher, as it is known here."""
+
+    text: bytes = b""
+    since: float = 0.0
+    left: int = 0
+    over: bool = False
+
+    def is_silent(self, now: float) -> bool:
+        return not self.over and now - self.since > _SILENT
+
+
+class Tally:
+    """How many ranks are left on all machines: each launcher writes how many it has, and reads the others'.
+
+    Args:
+        store: The launchers' store.
+        number: Of this launcher.
+        others: The ranks of those that have met, by their numbers.
+        mine: The ranks here.
+    """
+
+    def __init__(self, store: dist.Store, number: int, others: dict[int, int], mine: int) -> None:
+        self._store, self._number, self._mine = store, number, mine
+        now = time.monotonic()
+        self._others = {k: _Other(since=now, left=left) for k, left in others.items()}
+        self._beats, self._over = 0, False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trigram-launchers", daemon=True)
+        self._tell()
+        self._thread.start()
+
+    def __call__(self, mine: int) -> int:
+        """Tells how many ranks are left here; returns how many are left on other machines."""
+        self._mine = mine
+        now = time.monotonic()
+        return sum(other.left for other in list(self._others.values()) if not other.is_silent(now))
+
+    def awaited(self) -> bool:
+        """Whether other launchers still run."""
+        now = time.monotonic()
+        return any(not other.over and not other.is_silent(now) for other in list(self._others.values()))
+
+    def end(self) -> None:
+        """Tells that the ranks here have ended."""
+        self._over = True
+        self._stop.set()
+        self._thread.join(_ANSWER)
+        with suppress(dist.DistError, RuntimeError):
+            answered(self._tell, _ANSWER)
+
+    def look(self) -> None:
+        """Reads how the others are."""
+        now = time.monotonic()
+        for k in range(int(self._store.add(_COUNT, 0))):
+            key, other = _LEFT.format(k), self._others.get(k, _Other(since=now))
+            if k == self._number or not self._store.check([key]):
+                continue
+            text = bytes(self._store.get(key))
+            if text != other.text:
+                found = re.fullmatch(rb"(\d{1,6}) (\d{1,12}) ([01])", text)
+                if found is None:
+                    continue  # any process may write to the store
+                other.text, other.since = text, now
+                other.left, other.over = int(found[1]), found[3] == b"1"
+            self._others[k] = other
+
+    def _tell(self) -> None:
+        self._beats += 1
+        self._store.set(_LEFT.format(self._number), f"{self._mine} {self._beats} {int(self._over)}")
+
+    def _run(self) -> None:
+        while not self._stop.wait(_BEAT):
+            with suppress(dist.DistError, RuntimeError):
+                answered(self._tell, _ANSWER)
+                answered(self.look, _ANSWER)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Launchers that have met.
+
+    Attributes:
+        part: The ranks of this machine.
+        environment: Variables that they need.
+        tally: How many ranks are left on all machines.
+    """
+
+    part: Part
+    environment: dict[str, str] = field(repr=False)
+    tally: Tally
 
 
 @contextmanager
-def met(endpoint: str, nodes: int, ranks: int, seconds: float) -> Iterator[tuple[Part, dict[str, str]]]:
+def met(endpoint: str, nodes: Nodes, ranks: int, seconds: float) -> Iterator[Meeting]:
     """A block in which the launchers of all machines have met.
 
     Args:
@@ -37,9 +181,6 @@ def met(endpoint: str, nodes: int, ranks: int, seconds: float) -> Iterator[tuple
         nodes: How many machines take part.
         ranks: On this one.
         seconds: How long to wait for the others.
-
-    Yields:
-        The ranks of this machine, and variables that they need.
 
     Raises:
         TimeoutError: Others have not come.
@@ -53,40 +194,99 @@ def met(endpoint: str, nodes: int, ranks: int, seconds: float) -> Iterator[tuple
     served = _served(host, port)
     serves = served is not None
     served = served or _connected(host, port, nodes, end)
+    store = AnsweringStore(served, end)
     try:
-        number, counts = _met(AnsweringStore(served, end), serves, nodes, ranks, endpoint, end)
+        if not serves and nodes.place is None:  # the ranks of the one that serves are the first
+            _await(store, _OPEN, nodes, endpoint, end)
+        number = _numbered(store, nodes, endpoint)
+        if serves:
+            store.set(_OPEN, "yes")
+        late = number >= nodes.least
+        first, world, others = (_later if late else _met)(store, number, nodes, ranks, endpoint, end)
     except TrigramError:
         raise
     except dist.DistError as error:
         raise TimeoutError(
             f"run: the launcher at {endpoint} has ended while this one waited for others ({error})"
         ) from error
+    tally = Tally(served, number, others, ranks)
     try:
-        part = Part(sum(counts[:number]), sum(counts), host, port)
-        yield part, {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": str(number)}
+        variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": str(number)}
+        yield Meeting(Part(first, world, host, port), variables, tally)
     finally:
-        _leave(served, serves, nodes)
+        tally.end()
+        until = time.monotonic() + _SERVE_SECONDS
+        while serves and tally.awaited() and time.monotonic() < until:
+            time.sleep(_POLL)
+            with suppress(dist.DistError, RuntimeError):
+                answered(tally.look, _ANSWER)
+
+
+def _numbered(store: AnsweringStore, nodes: Nodes, endpoint: str) -> int:
+    """The number of this launcher; raises if it is one too many."""
+    if nodes.place is not None:
+        if int(store.add(_PLACE.format(nodes.place), 1)) > 1:
+            raise typer.BadParameter(
+                f"another launcher has come to {endpoint} with --node-rank {nodes.place}; if it has ended "
+                "since, end all and start again"
+            )
+        store.add(_COUNT, 1)
+        return nodes.place
+    if nodes.least < nodes.most and _running(store) >= nodes.most:
+        raise typer.BadParameter(
+            f"{nodes.most} launchers run at {endpoint} already (--nnodes {nodes}); another may come when one "
+            "of them has ended"
+        )
+    number = int(store.add(_COUNT, 1)) - 1
+    if number >= nodes.least == nodes.most:
+        raise typer.BadParameter(
+            f"{nodes.most} launchers have come to {endpoint} already (--nnodes {nodes}); if some of them "
+            "have ended since, end all and start again"
+        )
+    return number
+
+
+def _running(store: AnsweringStore) -> int:
+    """How many launchers run: those that write while this one looks, and those that have not begun to."""
+
+    def texts() -> list[bytes]:
+        keys = [_LEFT.format(k) for k in range(int(store.add(_COUNT, 0)))]
+        return [bytes(store.get(key)) if store.check([key]) else b"" for key in keys]
+
+    before, running = texts(), 0
+    end = time.monotonic() + 3 * _BEAT
+    while before and time.monotonic() < end:
+        time.sleep(_BEAT / 4)
+        now = texts()
+        running = sum(
+            not text.endswith(b" 1") and (not text or k >= len(before) or text != before[k])
+            for k, text in enumerate(now)
+        )
+        if running == len(now):
+            break
+    return running
 
 
 def _met(
-    store: AnsweringStore, serves: bool, nodes: int, ranks: int, endpoint: str, end: float
-) -> tuple[int, list[int]]:
-    """The number of this launcher, and how many ranks each starts."""
-    if not serves:  # the ranks of the one that serves are the first
-        _await(store, _OPEN, nodes, endpoint, end)
-    number = int(store.add(_COUNT, 1)) - 1
-    if serves:
-        store.set(_OPEN, "yes")
-    if number >= nodes:
-        raise typer.BadParameter(
-            f"{nodes} launchers have come to {endpoint} already (--nnodes {nodes}); if some of them have "
-            "ended since, end all and start again"
-        )
+    store: AnsweringStore, number: int, nodes: Nodes, ranks: int, endpoint: str, end: float
+) -> tuple[int, int, dict[int, int]]:
+    """One of those that begin the job: its first rank, their ranks, and those of each other launcher."""
     store.set(_RANKS.format(number), str(ranks))
-    keys = [_RANKS.format(k) for k in range(nodes)]
+    keys = [_RANKS.format(k) for k in range(nodes.least)]
     for key in keys:
         _await(store, key, nodes, endpoint, end)
-    return number, [int(store.get(key)) for key in keys]
+    counts = [int(store.get(key)) for key in keys]
+    store.set(_WORLD, str(sum(counts)))
+    return sum(counts[:number]), sum(counts), {k: n for k, n in enumerate(counts) if k != number}
+
+
+def _later(
+    store: AnsweringStore, number: int, nodes: Nodes, ranks: int, endpoint: str, end: float
+) -> tuple[int, int, dict[int, int]]:
+    """One that comes when the job has begun: its ranks come after all others."""
+    _await(store, _WORLD, nodes, endpoint, end)
+    after = int(store.get(_WORLD)) + int(store.add(_LATER, ranks))
+    return after - ranks, after, {}
 
 
 def _served(host: str, port: int) -> dist.Store | None:
@@ -102,7 +302,7 @@ def _served(host: str, port: int) -> dist.Store | None:
     return None
 
 
-def _connected(host: str, port: int, nodes: int, end: float) -> dist.Store:
+def _connected(host: str, port: int, nodes: Nodes, end: float) -> dist.Store:
     """The store that another launcher serves."""
     while True:
         try:
@@ -124,22 +324,12 @@ def _client(host: str, port: int) -> dist.Store:
     return dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
 
 
-def _await(store: AnsweringStore, key: str, nodes: int, endpoint: str, end: float) -> None:
+def _await(store: AnsweringStore, key: str, nodes: Nodes, endpoint: str, end: float) -> None:
     """Waits until another launcher has set a key."""
     while not store.check([key]):
         if time.monotonic() > end:
             raise TimeoutError(
-                f"run: {int(store.add(_COUNT, 0))} of {nodes} launchers have come to {endpoint}; start "
+                f"run: {int(store.add(_COUNT, 0))} of {nodes.least} launchers have come to {endpoint}; start "
                 f"trigram run --nnodes {nodes} --rdzv-endpoint {endpoint} on the other machines"
             )
         time.sleep(_POLL)
-
-
-def _leave(served: dist.Store, serves: bool, nodes: int) -> None:
-    """The ranks here have ended; who serves the store ends last."""
-    end = time.monotonic() + _SERVE_SECONDS
-    store = AnsweringStore(served, end)
-    with suppress(dist.DistError, TrigramError):
-        store.add(_OVER, 1)
-        while serves and int(store.add(_OVER, 0)) < nodes and time.monotonic() < end:
-            time.sleep(_POLL)

@@ -24,7 +24,7 @@ from typing import Any
 
 from trigram.errors import ConfigError
 from trigram.runtime.end_signals import EndSignals
-from trigram.runtime.launch import END_SECONDS, POLL_SECONDS, Part, end, wait
+from trigram.runtime.launch import END_SECONDS, POLL_SECONDS, end, wait
 from trigram.runtime.rank_output import RankOutput
 
 PASSED = ("TRIGRAM_", "NCCL_", "OMP_", "TORCH_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
@@ -102,6 +102,7 @@ def launch(
     python: str,
     port: int | None = None,
     more: Sequence[str] = (),
+    least: int | None = None,
 ) -> int:
     """Runs a script as so many ranks on each host, and waits for them; returns the exit code.
 
@@ -111,8 +112,9 @@ def launch(
         arguments: Of `trigram run` there: the script and its own.
         ssh: See :func:`command`.
         python: The Python there that has trigram.
-        port: Where rank 0 serves the job's store; None: one is drawn.
+        port: Where the job's store is served on the first host; None: one is drawn.
         more: Names of variables that the ranks get as well.
+        least: With so many ranks left, an elastic job goes on; None: all end when those of a host fail.
     """
     port = port or random.SystemRandom().choice(_PORTS)
     with ExitStack() as stack:
@@ -122,12 +124,14 @@ def launch(
         stack.callback(output.drain)
         stack.callback(_let_go, processes, signals)
         for k, host in enumerate(on):
-            part = Part(k * ranks, len(on) * ranks, on[0].address, port)
-            there = [python, "-m", "trigram", "run", "-n", str(ranks), "--part", str(part), *arguments]
+            address = f"[{on[0].address}]" if ":" in on[0].address else on[0].address
+            there = [python, "-m", "trigram", "run", "--obey", "-n", str(ranks), "--nnodes", str(len(on))]
+            there += ["--node-rank", str(k), "--rdzv-endpoint", f"{address}:{port}"]
+            there += [*([f"--min={least}"] if least is not None else []), *arguments]
             with output.pipes(k) as (stdout, stderr):
                 processes.append(start(ssh, host.name, there, more, stdout=stdout, stderr=stderr))
         try:
-            return _watch(on, processes, signals)
+            return _watch(on, processes, signals, least is not None)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 
@@ -145,9 +149,11 @@ def _let_go(processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals) -
         end(processes, signals)
 
 
-def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals) -> int:
+def _watch(
+    on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals, goes_on: bool
+) -> int:
     """Waits until all have ended, or one has failed: then the others end by themselves, as their ranks lose
-    those of that host, or are ended after a while."""
+    those of that host, or are ended after a while. If the job ``goes_on``, they end when too few are left."""
     failed_at: float | None = None
     code = 0
     while None in (codes := [process.poll() for process in processes]):
@@ -156,9 +162,11 @@ def _watch(on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]], sig
                 failed_at, code = time.monotonic(), found
                 state = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
                 sys.stderr.write(f"trigram: the ranks of {host.name} have failed ({state})\n")
-        if failed_at is not None and time.monotonic() - failed_at > END_SECONDS / 2:
+        if failed_at is not None and not goes_on and time.monotonic() - failed_at > END_SECONDS / 2:
             break
         signals.pause(POLL_SECONDS)
+    if goes_on and 0 in codes:
+        return 0
     first = next((found for found in (code, *codes) if found), 0)
     return first if first >= 0 else 128 - first
 

@@ -32,6 +32,13 @@ END_SECONDS = 10.0
 # A rank that was started again has this long after the others, which may have finished before it joined.
 LATE_SECONDS = 20.0
 TIMED_OUT = 124
+
+
+def alone(here: int) -> int:
+    """The ranks on other hosts of a job of one host."""
+    return 0
+
+
 _LEFT = 79
 """What a rank of an elastic job returns that `trigram drain` has sent away: it is not started again."""
 
@@ -70,16 +77,6 @@ class Part:
     host: str
     port: int
 
-    def __str__(self) -> str:
-        """As :meth:`parse` reads it."""
-        return f"{self.first}/{self.world}/{self.port}/{self.host}"
-
-    @staticmethod
-    def parse(text: str) -> Part:
-        """From what ``str`` has made; raises ``ValueError`` for other text."""
-        first, world, port, host = text.split("/", 3)
-        return Part(int(first), int(world), host, int(port))
-
 
 def is_rank() -> bool:
     """Whether a launcher or this module started this process as one rank of a job.
@@ -112,6 +109,7 @@ def launch(
     prefix: bool = False,
     tee: Path | None = None,
     part: Part | None = None,
+    elsewhere: Callable[[int], int] = alone,
 ) -> Outcome:
     """Runs a command as `ranks` processes and waits for them.
 
@@ -124,11 +122,12 @@ def launch(
         timeout: Seconds after which all ranks are ended and the exit code is 124; None: no limit.
         restarts: How often ranks of an elastic job that fail are started again, all ranks together. When one
             fails once more, the others are ended. Ranks are not started again once a rank has finished.
-        least: With so many ranks left, an elastic job goes on without those that have failed for good; None:
-            the others are ended when one has.
+        least: With so many ranks left on all hosts, an elastic job goes on without those that have failed for
+            good; None: the others are ended when one has.
         prefix: Each line that ranks write begins with the rank's number.
         tee: A folder that also gets what each rank writes, as ``rank3.log``; None: none does.
         part: These are ranks of a job on several hosts; None: they are the job.
+        elsewhere: Is told how many ranks are left here, and returns how many are left on the other hosts.
 
     Returns:
         The exit code and the failed ranks' error output.
@@ -171,8 +170,13 @@ def launch(
             error_files.append(None if shown else stack.enter_context(tempfile.TemporaryFile()))
             processes.append(start(rank))
         try:
-            code, failed = _watch(processes, signals, timeout, start, is_member, restarts, least, first)
+            code, failed = _watch(
+                processes, signals, timeout, start, is_member, restarts, least, first, elsewhere
+            )
+            if code:
+                elsewhere(0)
         except KeyboardInterrupt:
+            elsewhere(0)
             end(processes, signals, interrupted=True)
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
         codes = tuple(process.returncode for process in processes)
@@ -283,6 +287,7 @@ def _watch(
     restarts: int,
     least: int | None,
     lowest: int,
+    elsewhere: Callable[[int], int],
 ) -> tuple[int, list[int]]:
     """Waits until all have ended or one has failed for good.
 
@@ -295,6 +300,7 @@ def _watch(
         restarts: See `launch`.
         least: See `launch`.
         lowest: The first of these ranks in the job.
+        elsewhere: See `launch`.
 
     Returns:
         The exit code and the ranks that failed, of which the first to do so is last.
@@ -303,6 +309,7 @@ def _watch(
     first: int | None = None
     again: set[int] = set()
     lost: set[int] = set()  # without them the job goes on
+    failure = 0  # how the first of them failed
     well = {0, _LEFT} if restarts or least is not None else {0}  # the others have failed
     while True:
         codes = [process.poll() for process in processes]
@@ -326,11 +333,20 @@ def _watch(
                 sys.stderr.write(f"trigram: the job has finished without rank {lowest + rank}\n")
             elif first is None:
                 left = codes.count(None) + codes.count(0)
+                left += elsewhere(left)
                 if least is None or left < least:
                     first = rank
                     continue
                 lost.add(rank)
+                failure = failure or code
                 sys.stderr.write(f"trigram: rank {lowest + rank} {_how(code)}; the job goes on with {left}\n")
+        here = codes.count(None) + codes.count(0)
+        left = here + elsewhere(here)
+        if least is not None and first is None and None in codes and left < least:
+            sys.stderr.write(
+                f"trigram: {left} ranks are left on all machines, and --min is {least}; ending those here\n"
+            )
+            return 1, []
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
         if None not in codes or (first is not None and not (again and 0 in codes)):
             break
@@ -346,13 +362,17 @@ def _watch(
             return TIMED_OUT, []
         signals.pause(POLL_SECONDS)
     if first is None:
-        return 0, []
+        # None of this machine has finished: others go on, or have.
+        return (0 if 0 in codes else _shown(failure)), []
     wait(processes, GRACE_SECONDS, signals)
     others = [r for r, process in enumerate(processes) if r != first and process.poll() not in {None, *well}]
     failed = [*others, first]
-    code = processes[first].returncode
-    # The return code of a process that a signal ended is negative; shells use 128 + signal.
-    return code if code > 0 else 128 - code, failed
+    return _shown(processes[first].returncode), failed
+
+
+def _shown(code: int) -> int:
+    """The exit code of a process, as shells have it; that of one that a signal ended is negative."""
+    return code if code >= 0 else 128 - code
 
 
 def _has_finished(codes: Sequence[int | None], is_member: Callable[[int], bool]) -> bool:

@@ -43,8 +43,17 @@ Found = tuple[Any, int, int, str | None]
 known."""
 
 
-def find_store(store: dist.Store | None, rank: int | None, world_size: int | None, deadline: float) -> Found:
+def find_store(
+    store: dist.Store | None, rank: int | None, world_size: int | None, deadline: float, grows: bool = False
+) -> Found:
     """The store to use: the given one, that of torch.distributed, or the one that the environment names.
+
+    Args:
+        store: The given one.
+        rank: This rank; None: as the environment says. Likewise ``world_size``.
+        world_size: See ``rank``.
+        deadline: Until when to try, as a time of ``time.monotonic``.
+        grows: Ranks may join the job later, also if it has one rank now.
 
     Raises:
         MisuseError: A store is given without rank or world size.
@@ -64,7 +73,8 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     rank = number(env, "RANK") if rank is None else rank
     world_size = number(env, "WORLD_SIZE") if world_size is None else world_size
     addressed = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if name in env]
-    if (rank, world_size) == (0, 1) or (rank is None and world_size is None and not addressed):
+    alone = (rank, world_size) == (0, 1) and not (grows and {"MASTER_ADDR", "MASTER_PORT"} <= {*addressed})
+    if alone or (rank is None and world_size is None and not addressed):
         return None, 0, 1, "127.0.0.1"
     absent = [n for n, v in (("RANK", rank), ("WORLD_SIZE", world_size)) if v is None]
     absent += [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]

@@ -383,7 +383,7 @@ def _start(
     except Exception as wrong:
         _tell(mine, wrong, store, rank, world_size, init_timeout)
         raise
-    store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
+    store, rank, world_size, toward = find_store(store, rank, world_size, deadline, grows=elastic)
     kept = store if asks(TOP) or asks(REPORT) else None
     settings = iface or os.environ.get("TRIGRAM_IFACE") or None, toward, transport
     gather, start = StoreGather(store, rank, world_size, deadline), None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -44,9 +48,9 @@ needs_network = pytest.mark.skipif(
 )
 
 
-def _python(*argv: str, cwd: Path) -> str:
+def _python(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, timeout=180, check=False, cwd=cwd
+        [sys.executable, *argv], capture_output=True, text=True, timeout=180, check=False, cwd=cwd, env=env
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -61,12 +65,36 @@ def test_the_network_is_as_slow_as_it_says(tmp_path: Path) -> None:
     assert 20 < float(measured) < 100, measured
 
 
-@needs_network
-def test_a_short_one(tmp_path: Path) -> None:
+def test_paced_connections_are_as_slow_as_they_say() -> None:
+    """Also those that somebody else has opened, in each direction."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sends = socket.create_connection(server.getsockname())
+        receives, _ = server.accept()
+    slow_network.pace(40)
+    with sends, receives:
+        for one, other in ((sends, receives), (receives, sends)):
+            began, size = time.monotonic(), 4 << 20
+            thread = threading.Thread(target=one.sendall, args=(bytes(size),))
+            thread.start()
+            while size:
+                size -= len(other.recv(1 << 16))
+            thread.join()
+            # At its start a connection is faster. On a busy machine it is slower.
+            assert time.monotonic() - began > 0.5 * 8e-6 * (4 << 20) / 40
+
+
+@pytest.mark.parametrize("paced", [pytest.param(False, marks=needs_network), True])
+def test_a_short_one(tmp_path: Path, paced: bool) -> None:
     script = tmp_path / "short.py"
     script.write_text(_SHORT)
-    command = [sys.executable, "-m", "trigram", "run", "-n", "2", str(script)]
-    out = _python("-c", _ENTERS, "200", *command, cwd=tmp_path)
+    command = ["-m", "trigram", "run", "-n", "2", str(script)]
+    if paced:
+        more = slow_network.paced(200)
+        assert more, "the kernel paces connections everywhere"
+        out = _python(*command, cwd=tmp_path, env={**os.environ, **more})
+        assert "to which the kernel paces" in out
+    else:
+        out = _python("-c", _ENTERS, "200", sys.executable, *command, cwd=tmp_path)
     assert all(len(line) <= 80 for line in out.splitlines()), out
     assert "over 200 Mbit/s" in out and "What next" in out
     found = json.loads((tmp_path / "out" / "demo.json").read_text())

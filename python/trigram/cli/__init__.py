@@ -541,13 +541,15 @@ def demo_command(
         raise typer.Exit(2)
     if not launch.is_rank():
         command = launch.trigram_command(sys.argv[1:])
+        more: dict[str, str] = {}
         if not every and slow_network.INSIDE not in os.environ:
-            if not (why := slow_network.why_not()):
-                from trigram.cli.demo import MBIT  # likewise
+            from trigram.cli.demo import MBIT  # likewise
 
+            if not (why := slow_network.why_not()):
                 slow_network.enter(MBIT, ranks, command)
-            typer.echo(f"The network is not slow here, so there is little to gain: {why}.\n", err=True)
-        raise typer.Exit(launch.launch(ranks, command).code)
+            if not (more := slow_network.paced(MBIT)):
+                typer.echo(f"The network is not slow here, so there is little to gain: {why}.\n", err=True)
+        raise typer.Exit(launch.launch(ranks, command, environment=more).code)
     if every:
         from trigram.cli import every_algorithm  # likewise
 

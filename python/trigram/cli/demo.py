@@ -99,8 +99,11 @@ def run(out: Path) -> list[Training]:
     torch.set_num_threads(1)
     logging.getLogger("trigram").setLevel(logging.ERROR)  # that ranks wait for the network is the point here
     console = Console(quiet=trigram.rank() != 0)
-    mbit = os.environ.get(slow_network.INSIDE)
-    console.print(_what(mbit))
+    paced = os.environ.get(slow_network.PACED)
+    mbit = os.environ.get(slow_network.INSIDE) or paced
+    if paced:
+        slow_network.pace(int(paced))  # both libraries have connected all ranks
+    console.print(_what(mbit, bool(paced)))
     columns = (TextColumn("{task.description:<33}"), BarColumn(20), TimeElapsedColumn())
     found: list[Training] = []
     with Progress(*columns, console=console, disable=console.quiet) as progress:
@@ -121,12 +124,13 @@ def run(out: Path) -> list[Training]:
     return found
 
 
-def _what(mbit: str | None) -> str:
+def _what(mbit: str | None, paced: bool) -> str:
     """What is about to happen, on lines of 80 columns."""
     ranks = trigram.world_size()
     network = f"{mbit} Mbit/s" if mbit else "loopback"
+    network += ", to which the kernel paces each connection" if paced else ""
     return (
-        f"{ranks} ranks train a small GPT on Python's own source, over {network}:\n"
+        f"{ranks} ranks train a small GPT on Python's own source,\nover {network}:\n"
         f"{STEPS} steps with DistributedDataParallel (DDP), and with five algorithms.\n"
     )
 

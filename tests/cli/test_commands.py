@@ -60,6 +60,18 @@ def test_version_names_the_commit() -> None:
     assert found[1] == trigram.__version__ and f"\nversion: {found[1]}\n" in cited
 
 
+def test_the_conda_package_needs_what_the_wheel_needs() -> None:
+    recipe = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    assert f'\n  version: "{trigram.__version__}"\n' in recipe
+    listed = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    needs = re.search(r"^  run:\n    - python\n((?:    - .*\n)+)", recipe, re.MULTILINE)
+    assert listed is not None and needs is not None
+    of_wheel = [text.strip(' "') for text in listed[1].split(",")]
+    assert [text.strip("- ") for text in needs[1].splitlines()] == [
+        text.replace("torch", "pytorch").replace(">=", " >=") for text in of_wheel
+    ]
+
+
 def test_via_is_for_all_reduce_only() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trigram", "bench", "broadcast", "--via", "ring"],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,28 @@ def test_the_conda_package_needs_what_the_wheel_needs() -> None:
     assert [text.strip("- ") for text in needs[1].splitlines()] == [
         text.replace("torch", "pytorch").replace(">=", " >=") for text in of_wheel
     ]
+
+
+def test_algorithms_are_told_whole() -> None:
+    """In a narrow terminal too, no column is cut or missing."""
+    terminal, theirs = pty.openpty()
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "trigram", "algorithms"], stdout=theirs, stderr=theirs, env=env
+    ) as process:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # the terminal's end
+            while part := os.read(terminal, 4096):
+                said += part
+    os.close(terminal)
+    assert process.returncode == 0
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in said.decode().splitlines()]
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines), lines
+    for entry in trigram.algorithms():
+        row = [entry["name"], f"{entry['who']}/{entry['what']}/{entry['when']}", entry["carry"]]
+        at = [line.split() for line in lines].index(row)
+        assert entry["about"] in " ".join(line.strip() for line in lines[at + 1 : at + 3]), entry
 
 
 def test_via_is_for_all_reduce_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import warnings
 
 import pytest
 
+import trigram
 from tests.support.harness import ROOT, run
 
-_DOCS = ("start", "training", "checkpoints", "extending", "data", "moe")
+_DOCS = ("start", "training", "checkpoints", "extending", "data", "moe", "calls")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _DOCS))
 BLOCKS = {
     f"{page}:{number}": code
@@ -20,6 +22,10 @@ BLOCKS = {
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     )
 }
+CALLS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"),
+    *("barrier", "send", "recv", "new_group", "empty"),
+)
 PUBLIC = {"trigram"} | {
     f"trigram.{module}" for module in ("averaging", "codecs", "data", "errors", "graphs", "mixing", "moe")
 }
@@ -27,6 +33,19 @@ PUBLIC = {"trigram"} | {
 
 def test_there_is_code() -> None:
     assert len(BLOCKS) >= 7
+
+
+def test_calls_have_the_arguments_that_their_page_says() -> None:
+    """docs/calls.md has each public call, and its arguments but those that all have, with their defaults."""
+    text = (ROOT / "docs" / "calls.md").read_text()
+    common = ("group", "async_op", "timeout")
+    for name in CALLS:
+        arguments = []
+        for p in inspect.signature(getattr(trigram, name)).parameters.values():
+            default = "" if p.default is p.empty else f"={p.default!r}".replace("'", '"')
+            star = "*" if p.kind is p.VAR_POSITIONAL else ""
+            arguments += [] if p.name in common else [f"{star}{p.name}{default}"]
+        assert f"`{name}({', '.join(arguments)})`" in text, name
 
 
 def _runs(rank: int, world: int, code: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import trigram
 from trigram.algorithms import graphs
@@ -15,18 +16,20 @@ SIZES = (4, 5, 8, 16, 32)
 
 def show() -> None:
     """Prints the table of `trigram.algorithms()`, and how fast gossip averages on each graph."""
-    caption = "with_bagua(model, NAME), or WHO/WHAT/WHEN, for example gossip:exponential/topk:0.01/async:4"
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    table.add_column("name", no_wrap=True)
-    for column in ("who", "what", "when", "averaged"):
-        table.add_column(column)
-    for entry in trigram.algorithms():
-        cells = (str(entry[key]) for key in ("who", "what", "when", "carry"))
-        table.add_row(f"[bold]{entry['name']}[/]\n{entry['about']}", *cells)
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)
-    console.print(table)
+    # No table: the longest text about one is as wide as a terminal, and columns beside it would vanish.
+    lines = [Text(f" {'name':<34}{'who/what/when':<33}averaged", "bold"), Text(f" {'─' * 78}")]
+    for entry in trigram.algorithms():
+        three = f"{entry['who']}/{entry['what']}/{entry['when']}"
+        name = Text.assemble(" ", (f"{entry['name']:<33} ", "bold"), f"{three:<32} {entry['carry']}")
+        lines += [name, Text(f"   {entry['about']}")]
+    lines.append(
+        Text("\nwith_bagua(model, NAME), or WHO/WHAT/WHEN, such as gossip:exponential/topk:0.01/async:4")
+    )
+    for line in lines:
+        console.print(line)
     who = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     who.add_column("who", no_wrap=True)
     who.add_column("")

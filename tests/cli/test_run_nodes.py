@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+import typer
 
 from tests.support.checks import says
 from tests.support.elastic_script import dies_once
@@ -122,7 +125,8 @@ def test_machines_come_and_go(tmp_path: Path) -> None:
     launchers = [first]
     try:
         until((tmp_path / "rank0of1").exists, 60, "the first machine")
-        launchers.append(_launcher(tmp_path, port, *words, nodes="1:2"))
+        # Fewer ranks than must be left in all.
+        launchers.append(_launcher(tmp_path, port, "-n", "1", "--min", "2", script, nodes="1:2"))
         until((tmp_path / "rank1of2").exists, 60, "the second")
         late = _launcher(tmp_path, port, *words, nodes="1:2")
         _, errors = late.communicate(timeout=60)
@@ -164,6 +168,66 @@ def test_how_many_ranks_must_be_left_counts_for_all_machines(tmp_path: Path, lea
     else:
         assert code0 == 1
         says(errors0, "ranks are left on all machines, and --min is 3; ending those here")
+
+
+class _Away:
+    """A store, which can be away."""
+
+    def __init__(self) -> None:
+        self.store, self.away = dist.HashStore(), False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.away:
+            raise dist.DistNetworkError("it is away")
+        return getattr(self.store, name)
+
+
+def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that has ended without a word; not one whose store is away, or that was stopped itself."""
+    monkeypatch.setattr(meeting, "_BEAT", 0.02)
+    monkeypatch.setattr(meeting, "_SILENT", 10)
+    store = _Away()
+    store.add(meeting._COUNT, 3)
+    first = meeting.Tally(store, 0, {1: 2, 2: 1}, 4)
+    second = meeting.Tally(store, 1, {0: 4, 2: 1}, 2)
+    third = meeting.Tally(store, 2, {}, 1)  # it has come later, and knows at once
+    assert (first(4), second(2), third(1)) == (3, 5, 6)
+    second(1)
+    until(lambda: (first(4), third(1)) == (2, 5), 20, "what the second says")
+    store.away = True
+    time.sleep(0.5)
+    assert (first(4), third(1)) == (2, 5)
+    store.away = False
+    third._stop.set()  # as one whose machine has lost its power
+    until(lambda: first(4) == 1, 20, "the silence of the third")
+    second(0)
+    second.end()
+    until(lambda: first(4) == 0 and not first.awaited(), 20, "the end")
+    first.end()
+
+
+def test_of_several_that_come_at_once_as_many_as_may() -> None:
+    store = dist.HashStore()
+    nodes = meeting.Nodes.parse("1:3", None)
+    assert meeting._numbered(store, nodes, "a:1") == 0  # type: ignore[arg-type]
+    running = meeting.Tally(store, 0, {}, 1)
+    results: list[Any] = []
+
+    def come() -> None:
+        try:
+            results.append(meeting.Tally(store, meeting._numbered(store, nodes, "a:1"), {}, 1))  # type: ignore[arg-type]
+        except typer.BadParameter as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=come) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tallies = [one for one in results if isinstance(one, meeting.Tally)]
+    assert 1 <= len(tallies) <= 2, results
+    for tally in (running, *tallies):
+        tally.end()
 
 
 def test_numbers_of_machines_that_are_none(tmp_path: Path) -> None:

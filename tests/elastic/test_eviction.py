@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 import trigram
 from tests.support.checks import raises, says
 from tests.support.elastic_run import loss_of, model, optimizer
-from tests.support.harness import Ranks, say, until
+from tests.support.harness import Ranks, free_port, say, until
 from tests.support.marks import long
 from trigram.cli import app, drain
 from trigram.elastic import orders
@@ -42,7 +43,7 @@ def hangs(rank: int, world: int, who: int, how: str, algorithm: str, size: int) 
             time.sleep(0.01)
             if step == 3:
                 say("trains")
-            if step == 5 and rank == who:
+            if step == 5 and (rank == who or (rank == 2 and os.environ.get("BOTH"))):
                 if how == "gil":  # not one thread of this interpreter runs any more
                     ctypes.PyDLL(None).sleep(600)
                 time.sleep(600)
@@ -87,6 +88,22 @@ def test_one_that_hangs_is_taken_out(
         says(results[rank], f"rank(s) {who} of the replica of rank {rank}")
     if how == "sleeps":
         says(said, f"trigram evict: rank {who} ends at once", "in hangs")
+
+
+def test_the_leader_and_another_are_taken_out_together() -> None:
+    """The leader accepts the order, and its process ends by it; the other's must end too. The store is a
+    launcher's, so that it stays."""
+    port = free_port()
+    served = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port), "BOTH": "yes"}
+    with Ranks(3, hangs, 0, "sleeps", "gradient_allreduce", 1, env=env) as ranks:
+        for rank in range(3):
+            ranks.await_said(rank, "trains", 60)
+        time.sleep(0.5)
+        assert drain.send_away(f"127.0.0.1:{port}", [0, 2], 60, True) == 0
+        until(lambda: all("ends at once" in ranks.log(rank) for rank in (0, 2)), 20, "both ends")
+        assert ranks.results(60, dies=[0, 2])[1] == (1,)
+    del served
 
 
 def test_what_orders_say(monkeypatch: pytest.MonkeyPatch) -> None:

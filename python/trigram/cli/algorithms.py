@@ -23,8 +23,8 @@ def show() -> None:
     lines = [Text(f" {'name':<34}{'who/what/when':<33}averaged", "bold"), Text(f" {'─' * 78}")]
     for entry in trigram.algorithms():
         three = f"{entry['who']}/{entry['what']}/{entry['when']}"
-        name = Text.assemble(" ", (f"{entry['name']:<33} ", "bold"), f"{three:<32} {entry['carry']}")
-        lines += [name, Text(f"   {entry['about']}")]
+        row = Text.assemble(" ", (f"{entry['name']:<33} ", "bold"), f"{three:<32} {entry['carry']}")
+        lines += [row, Text(f"   {entry['about']}")]
     lines.append(
         Text("\nwith_bagua(model, NAME), or WHO/WHAT/WHEN, such as gossip:exponential/topk:0.01/async:4")
     )

@@ -36,8 +36,11 @@ _CONNECT_SECONDS = 5.0
 _SERVE_SECONDS = 3 * END_SECONDS
 """How long the store is served after the ranks here have ended: as long as others may take to end theirs."""
 _BEAT = 1.0
-_SILENT = 15.0
-"""Seconds without a beat after which a launcher counts as lost, with its ranks."""
+_SILENT = 60
+"""Looks at a launcher without a beat after which it counts as lost, with its ranks. Not seconds: who was
+stopped itself, or could not reach the store, has not looked."""
+_GONE_SECONDS = 15.0
+"""The same, for a launcher that would come in its place."""
 _ANSWER = 5.0
 
 
@@ -83,12 +86,12 @@ class _Other:
     """Another launcher, as it is known here."""
 
     text: bytes = b""
-    since: float = 0.0
+    looks: int = 0
     left: int = 0
     over: bool = False
 
-    def is_silent(self, now: float) -> bool:
-        return not self.over and now - self.since > _SILENT
+    def is_silent(self) -> bool:
+        return not self.over and self.looks > _SILENT
 
 
 class Tally:
@@ -103,24 +106,23 @@ class Tally:
 
     def __init__(self, store: dist.Store, number: int, others: dict[int, int], mine: int) -> None:
         self._store, self._number, self._mine = store, number, mine
-        now = time.monotonic()
-        self._others = {k: _Other(since=now, left=left) for k, left in others.items()}
+        self._others = {k: _Other(left=left) for k, left in others.items()}
         self._beats, self._over = 0, False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trigram-launchers", daemon=True)
         self._tell()
+        with suppress(dist.DistError, RuntimeError):
+            answered(self.look, _ANSWER)  # one that comes later knows of nobody yet
         self._thread.start()
 
     def __call__(self, mine: int) -> int:
         """Tells how many ranks are left here; returns how many are left on other machines."""
         self._mine = mine
-        now = time.monotonic()
-        return sum(other.left for other in list(self._others.values()) if not other.is_silent(now))
+        return sum(other.left for other in list(self._others.values()) if not other.is_silent())
 
     def awaited(self) -> bool:
         """Whether other launchers still run."""
-        now = time.monotonic()
-        return any(not other.over and not other.is_silent(now) for other in list(self._others.values()))
+        return any(not other.over and not other.is_silent() for other in list(self._others.values()))
 
     def end(self) -> None:
         """Tells that the ranks here have ended."""
@@ -132,17 +134,17 @@ class Tally:
 
     def look(self) -> None:
         """Reads how the others are."""
-        now = time.monotonic()
         for k in range(int(self._store.add(_COUNT, 0))):
-            key, other = _LEFT.format(k), self._others.get(k, _Other(since=now))
-            if k == self._number or not self._store.check([key]):
+            key, other = _LEFT.format(k), self._others.get(k, _Other())
+            if k == self._number or other.over or not self._store.check([key]):
                 continue
             text = bytes(self._store.get(key))
+            other.looks += 1
             if text != other.text:
                 found = re.fullmatch(rb"(\d{1,6}) (\d{1,12}) ([01])", text)
                 if found is None:
                     continue  # any process may write to the store
-                other.text, other.since = text, now
+                other.text, other.looks = text, 0
                 other.left, other.over = int(found[1]), found[3] == b"1"
             self._others[k] = other
 
@@ -232,39 +234,39 @@ def _numbered(store: AnsweringStore, nodes: Nodes, endpoint: str) -> int:
             )
         store.add(_COUNT, 1)
         return nodes.place
-    if nodes.least < nodes.most and _running(store) >= nodes.most:
-        raise typer.BadParameter(
-            f"{nodes.most} launchers run at {endpoint} already (--nnodes {nodes}); another may come when one "
-            "of them has ended"
-        )
     number = int(store.add(_COUNT, 1)) - 1
-    if number >= nodes.least == nodes.most:
+    if number < nodes.least:
+        return number
+    if nodes.least == nodes.most:
         raise typer.BadParameter(
             f"{nodes.most} launchers have come to {endpoint} already (--nnodes {nodes}); if some of them "
             "have ended since, end all and start again"
         )
+    # Of several that come at the same time, the first take the places that are left.
+    if _running(store, number, nodes.most) >= nodes.most:
+        store.set(_LEFT.format(number), "0 0 1")
+        raise typer.BadParameter(
+            f"{nodes.most} launchers run at {endpoint} already (--nnodes {nodes}); another may come when one "
+            "of them has ended"
+        )
     return number
 
 
-def _running(store: AnsweringStore) -> int:
-    """How many launchers run: those that write while this one looks, and those that have not begun to."""
+def _running(store: AnsweringStore, number: int, enough: int) -> int:
+    """How many of the launchers before this one run: those that write while this one looks."""
+    keys = [_LEFT.format(k) for k in range(number)]
 
     def texts() -> list[bytes]:
-        keys = [_LEFT.format(k) for k in range(int(store.add(_COUNT, 0)))]
         return [bytes(store.get(key)) if store.check([key]) else b"" for key in keys]
 
-    before, running = texts(), 0
-    end = time.monotonic() + 3 * _BEAT
-    while before and time.monotonic() < end:
-        time.sleep(_BEAT / 4)
+    before, end = texts(), time.monotonic() + _GONE_SECONDS
+    while True:
         now = texts()
-        running = sum(
-            not text.endswith(b" 1") and (not text or k >= len(before) or text != before[k])
-            for k, text in enumerate(now)
-        )
-        if running == len(now):
-            break
-    return running
+        silent = [old == new and not new.endswith(b" 1") for old, new in zip(before, now, strict=True)]
+        running = sum(old != new and not new.endswith(b" 1") for old, new in zip(before, now, strict=True))
+        if running >= enough or running + sum(silent) < enough or time.monotonic() > end:
+            return running
+        time.sleep(_BEAT / 4)
 
 
 def _met(
@@ -285,6 +287,7 @@ def _later(
 ) -> tuple[int, int, dict[int, int]]:
     """One that comes when the job has begun: its ranks come after all others."""
     _await(store, _WORLD, nodes, endpoint, end)
+    typer.echo("trigram: the job has begun; the ranks of this machine join it, if it is elastic", err=True)
     after = int(store.get(_WORLD)) + int(store.add(_LATER, ranks))
     return after - ranks, after, {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
 from collections.abc import Collection
 
 from trigram.errors import TrigramError
@@ -16,24 +17,26 @@ from trigram.runtime import job, logs
 from trigram.runtime.job import Job
 
 BY = "trigram evict"
+_TELL_SECONDS = 1.0
 
 
 def evict(here: Job, ranks: Collection[int]) -> None:
-    """On a member of the job: takes these ranks for lost, and ends this process if it is one of them.
-
-    Any thread may call it, and again.
-    """
+    """On a member of the job: takes these ranks for lost, and ends this process if it is one of them, or if
+    others have told so. Any thread may call it, and again."""
     present = here.world
     if present is None:
         return
-    for rank in ranks:
-        if rank != present.rank:
-            try:
-                present.engine.send_away(rank, f"{BY}: it was removed from the job")
-            except TrigramError:
-                return  # the job ends, or begins its next epoch: then the order is read no more
-    # Ranks that are threads of one process cannot end alone: the others' engines have told this one.
-    if present.rank in ranks and here is job.of_process:
+    engine, others = present.engine, [rank for rank in ranks if rank != present.rank]
+    try:
+        for rank in others:
+            engine.send_away(rank, f"{BY}: it was removed from the job")
+    except TrigramError:
+        return  # the job ends, or begins its next epoch: then the order is read no more
+    # Ranks that are threads of one process cannot end alone: their next call fails.
+    if here is job.of_process and (present.rank in ranks or engine.am_sent_away()):
+        until = time.monotonic() + _TELL_SECONDS  # the others hear of those from this rank
+        while not set(others) <= {rank for rank, _ in engine.losses()} and time.monotonic() < until:
+            time.sleep(0.001)
         _end(present.rank)
 
 

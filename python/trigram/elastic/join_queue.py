@@ -124,7 +124,7 @@ class JoinQueue:
             need it.
         is_asked: Whether this rank was asked to leave the job.
         ask: Asks it to, and says by whom.
-        evict: Takes ranks for lost; this process ends if this rank is one of them.
+        evict: Takes ranks for lost; this process ends if this rank is one of them, or was taken for lost so.
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
@@ -203,6 +203,7 @@ class JoinQueue:
         heartbeat = 0
         while not self._stop.wait(_POLL):
             heartbeat += 1
+            self.evict(())  # others may have had the order, and this rank not
             status = self.status
             period = status["epoch"], status["empty_regroups"]
             if self.is_asked() and self._drain_told != period:
@@ -218,7 +219,6 @@ class JoinQueue:
             draining = self._draining(period)
             found = orders.found(self.store, Period(*period))
             given = self._orders.accepted(found, Period(*period), status["ranks"], draining)
-            self._follow(given, period)
             if self.pending or draining:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
@@ -227,6 +227,7 @@ class JoinQueue:
             published["regroup_request"] = self.regroup_request
             if status is self.status:  # else another epoch has begun meanwhile
                 self.store.put(STATUS, json.dumps(published))
+                self._follow(given, period)  # published first: this process may end by it
 
     def _follow(self, given: Any, period: tuple[int, int]) -> None:
         """Asks this rank to leave if an order says so, and takes those for lost whom another names."""

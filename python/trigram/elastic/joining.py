@@ -152,6 +152,10 @@ class MissingEngine:
     def write_out_log(self) -> None:
         """Does nothing: there are no log lines of an engine."""
 
+    def am_sent_away(self) -> bool:
+        """Nobody can have."""
+        return False
+
     def shutdown(self, exiting: bool, patient: bool = True) -> None:
         """Does nothing: there are no connections."""
 

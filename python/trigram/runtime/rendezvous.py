@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError, TrigramError
+from trigram.runtime import logs
 from trigram.runtime.answers import AnsweringStore, NoAnswerError, answered
 from trigram.runtime.launchers import number, set_variables
 
@@ -73,7 +74,7 @@ def find_store(
     rank = number(env, "RANK") if rank is None else rank
     world_size = number(env, "WORLD_SIZE") if world_size is None else world_size
     addressed = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if name in env]
-    alone = (rank, world_size) == (0, 1) and not (grows and {"MASTER_ADDR", "MASTER_PORT"} <= {*addressed})
+    alone = (rank, world_size) == (0, 1) and not (grows and _can_be_met(env))
     if alone or (rank is None and world_size is None and not addressed):
         return None, 0, 1, "127.0.0.1"
     absent = [n for n, v in (("RANK", rank), ("WORLD_SIZE", world_size)) if v is None]
@@ -89,6 +90,22 @@ def find_store(
             f"{world_size - 1}"
         )
     return _from_environment(rank, deadline, job), rank, world_size, env["MASTER_ADDR"]
+
+
+def _can_be_met(env: Mapping[str, str]) -> bool:
+    """Whether the only rank of a job has a store that others could join it by: a launcher's, or its own."""
+    host = env.get("MASTER_ADDR")
+    if not host or "MASTER_PORT" not in env:
+        return False
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return True
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind((address[0], 0))  # only this machine's addresses can be bound
+            return True
+    logs.warning(f"init: nobody can join this rank: MASTER_ADDR={host} is no address of this machine")
+    return False
 
 
 def _host_of(store: dist.Store) -> str | None:

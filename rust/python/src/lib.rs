@@ -175,6 +175,11 @@ impl Engine {
         py.detach(|| self.0.send_away(rank, why)).raise(py)
     }
 
+    /// Whether others have taken this rank for lost because who runs the job says so.
+    fn am_sent_away(&self) -> bool {
+        self.0.counters().failures().am_sent_away()
+    }
+
     /// The ranks lost so far in the order of their losses, those that left last, and how: left, dead, silent, refused or
     /// evicted.
     fn losses(&self) -> Vec<(u32, &'static str)> {

@@ -44,12 +44,19 @@ pub struct Failures {
     order: Vec<u32>,
     /// By group, the last failure of a call that this rank has not made yet.
     calls: HashMap<u64, Error>,
+    /// Who runs the job has sent this rank away, as others say.
+    am_sent_away: bool,
 }
 
 impl Failures {
     /// The peers lost so far, and how, in the order in which they were lost; those that left come last.
     pub fn losses(&self) -> Vec<(u32, LossKind)> {
         self.order.iter().filter_map(|rank| self.kinds.get(rank).map(|&kind| (*rank, kind))).collect()
+    }
+
+    /// Whether this rank was sent away by who runs the job.
+    pub fn am_sent_away(&self) -> bool {
+        self.am_sent_away
     }
 
     /// Whether a peer was sent away by who runs the job.
@@ -88,7 +95,8 @@ impl Failures {
 
     /// This rank has been evicted: that connections had closed before may have been its own network's doing, so it takes no
     /// rank for dead that may go on without it.
-    pub(crate) fn doubt_deaths(&mut self) {
+    pub(crate) fn note_eviction(&mut self, why: &Error) {
+        self.am_sent_away |= matches!(why, Error::SentAway(_));
         self.kinds
             .values_mut()
             .filter(|kind| **kind == LossKind::Dead)

@@ -106,8 +106,8 @@ impl Peers {
 
     /// Another rank has evicted this one.
     pub(crate) fn note_eviction(&mut self, why: Error) {
+        self.counters.failures().note_eviction(&why);
         self.evicted_for.get_or_insert(why);
-        self.counters.failures().doubt_deaths();
     }
 
     /// How a peer was lost, if it was.

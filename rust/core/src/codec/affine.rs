@@ -5,7 +5,7 @@
 //! with no constant added, so small gradients keep their precision; both ends are clamped, so
 //! nothing wraps.
 
-use super::block::{BlockCodec, INFINITE, largest};
+use super::block::{BlockCodec, INFINITE, SHORT, TOGETHER, largest};
 
 /// Blocks whose range is below this are zero; the reciprocal of a step stays finite above it.
 const LEAST: f32 = 1e-36;
@@ -46,39 +46,63 @@ impl<const BITS: u32> Affine<BITS> {
                 highs[i] = if highs[i + half] > highs[i] { highs[i + half] } else { highs[i] };
             }
         }
-        let (low, high) = (lows[0], highs[0]);
-        if high - low < LEAST {
-            return 0;
+        Self::header_of(lows[0], highs[0])
+    }
+
+    /// The headers of [`TOGETHER`] blocks of [`SHORT`] finite values, as [`Affine::header`] has them one by one. Each
+    /// division is made for all of them at once.
+    #[inline(always)]
+    fn headers(x: &[f32]) -> [u32; TOGETHER] {
+        let least = |a: f32, b: f32| if b < a { b } else { a };
+        let most = |a: f32, b: f32| if b > a { b } else { a };
+        // Of each block four lanes are left at first, then two, then one: the blocks lie side by side.
+        let (mut lows, mut highs) = ([0f32; 4 * TOGETHER], [0f32; 4 * TOGETHER]);
+        let places = lows.as_chunks_mut::<4>().0.iter_mut().zip(highs.as_chunks_mut::<4>().0);
+        for (x, (low, high)) in x.as_chunks::<SHORT>().0.iter().zip(places) {
+            let (mut l, mut h) = ([0f32; 16], [0f32; 16]);
+            for half in x.as_chunks::<16>().0 {
+                l.iter_mut().zip(half).for_each(|(l, &v)| *l = least(*l, v));
+                h.iter_mut().zip(half).for_each(|(h, &v)| *h = most(*h, v));
+            }
+            for half in [8, 4] {
+                for i in 0..half {
+                    l[i] = least(l[i], l[i + half]);
+                    h[i] = most(h[i], h[i + half]);
+                }
+            }
+            low.copy_from_slice(&l[..4]);
+            high.copy_from_slice(&h[..4]);
         }
+        let mut headers = [0; TOGETHER];
+        let lows: [f32; 2 * TOGETHER] = halved(&lows, least);
+        let highs: [f32; 2 * TOGETHER] = halved(&highs, most);
+        let (lows, highs): ([f32; TOGETHER], [f32; TOGETHER]) = (halved(&lows, least), halved(&highs, most));
+        for ((header, low), high) in headers.iter_mut().zip(lows).zip(highs) {
+            *header = Self::header_of(low, high);
+        }
+        headers
+    }
+
+    /// The header of a block between `low`, at most 0, and `high`, at least 0.
+    #[inline(always)]
+    fn header_of(low: f32, high: f32) -> u32 {
         let exact = high / Self::TOP as f32 - low / Self::TOP as f32;
         let step = (exact.to_bits() + Self::ZERO) & !Self::ZERO;
         let inverse = 1.0 / f32::from_bits(step);
-        let zero = (-low * inverse).round_ties_even().clamp(0.0, Self::TOP as f32);
-        step | zero as u32
+        // Rounded as codes are. A cast would look at each for NaN, and this not be made for many at once.
+        let zero = ((-low * inverse).clamp(0.0, Self::TOP as f32) + MAGIC).to_bits() - MAGIC.to_bits();
+        if high - low < LEAST { 0 } else { step | zero & Self::ZERO }
     }
 
+    /// Encodes a block whose header, and the inverse of whose step, are known.
     #[inline(always)]
-    fn parts(header: u32) -> (f32, i32) {
-        (f32::from_bits(header & !Self::ZERO), (header & Self::ZERO) as i32)
-    }
-}
-
-impl<const BITS: u32> BlockCodec for Affine<BITS> {
-    #[inline(always)]
-    fn size(&self, n: usize) -> usize {
-        4 + n.div_ceil(Self::PER_BYTE)
-    }
-
-    #[inline(always)]
-    fn encode(&self, x: &[f32], out: &mut [u8]) {
-        let header = Self::header(x);
+    fn encode_with(header: u32, inverse: f32, x: &[f32], out: &mut [u8]) {
         let (head, codes) = out.split_at_mut(4);
         head.copy_from_slice(&header.to_le_bytes());
         let (step, zero) = Self::parts(header);
         if header == 0 || step.is_nan() {
             return codes.fill(0);
         }
-        let inverse = 1.0 / step;
         let code = |v: f32| {
             let q = (v * inverse + MAGIC).to_bits() as i32 - MAGIC.to_bits() as i32;
             (q + zero).clamp(0, Self::TOP) as u8
@@ -90,10 +114,9 @@ impl<const BITS: u32> BlockCodec for Affine<BITS> {
             let (runs, rest) = x.as_chunks::<16>();
             let (bytes, last) = codes.split_at_mut(8 * runs.len());
             for (bytes, run) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(runs) {
-                let mut sixteen = [0u8; 16];
-                sixteen.iter_mut().zip(run).for_each(|(c, &v)| *c = code(v));
-                let pairs: [u16; 8] = bytemuck::cast(sixteen);
-                *bytes = pairs.map(|p| (u16::from_le(p) | u16::from_le(p) >> 4) as u8);
+                let pairs: [u64; 8] = bytemuck::cast(run.map(|v| u32::from(code(v)).to_le()));
+                let both = pairs.iter().map(|&p| (u64::from_le(p) | u64::from_le(p) >> 28) as u8);
+                bytes.iter_mut().zip(both).for_each(|(b, both)| *b = both);
             }
             for (c, p) in last.iter_mut().zip(rest.chunks(2)) {
                 *c = code(p[0]) | p.get(1).map_or(0, |&v| code(v) << 4);
@@ -102,25 +125,110 @@ impl<const BITS: u32> BlockCodec for Affine<BITS> {
     }
 
     #[inline(always)]
+    fn parts(header: u32) -> (f32, i32) {
+        (f32::from_bits(header & !Self::ZERO), (header & Self::ZERO) as i32)
+    }
+}
+
+/// Each two neighbours as one.
+#[inline(always)]
+fn halved<const N: usize>(x: &[f32], of: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    let mut out = [0f32; N];
+    out.iter_mut().zip(x.as_chunks::<2>().0).for_each(|(o, &[a, b])| *o = of(a, b));
+    out
+}
+
+impl<const BITS: u32> BlockCodec for Affine<BITS> {
+    #[inline(always)]
+    fn size(&self, n: usize) -> usize {
+        4 + n.div_ceil(Self::PER_BYTE)
+    }
+
+    #[inline(always)]
+    fn encode(&self, x: &[f32], out: &mut [u8]) {
+        let header = Self::header(x);
+        Self::encode_with(header, 1.0 / Self::parts(header).0, x, out);
+    }
+
+    #[inline(always)]
+    fn encode_together(&self, x: &[f32], out: &mut [u8]) {
+        if largest(x) >= INFINITE {
+            let blocks = x.chunks_exact(SHORT).zip(out.chunks_exact_mut(self.size(SHORT)));
+            return blocks.for_each(|(x, out)| self.encode(x, out));
+        }
+        let headers = Self::headers(x);
+        let inverses = headers.map(|header| 1.0 / Self::parts(header).0);
+        let blocks = x.chunks_exact(SHORT).zip(out.chunks_exact_mut(self.size(SHORT)));
+        for ((x, out), (header, inverse)) in blocks.zip(headers.into_iter().zip(inverses)) {
+            Self::encode_with(header, inverse, x, out);
+        }
+    }
+
+    #[inline(always)]
     fn decode(&self, code: &[u8], out: &mut [f32]) {
         let (head, codes) = code.split_at(4);
         let (step, zero) = Self::parts(u32::from_le_bytes([head[0], head[1], head[2], head[3]]));
         // The step is rounded up, so the ends of a huge range may lie just above the largest float.
-        let value = |c: u8| ((i32::from(c) - zero) as f32 * step).clamp(f32::MIN, f32::MAX);
+        let value = |c: i32| ((c - zero) as f32 * step).clamp(f32::MIN, f32::MAX);
         if BITS == 8 {
-            out.iter_mut().zip(codes).for_each(|(o, &c)| *o = value(c));
+            out.iter_mut().zip(codes).for_each(|(o, &c)| *o = value(c.into()));
         } else {
             let (runs, rest) = out.as_chunks_mut::<16>();
             let (bytes, last) = codes.split_at(8 * runs.len());
             for (run, bytes) in runs.iter_mut().zip(bytes.as_chunks::<8>().0) {
-                let pairs = bytes.map(|b| ((u16::from(b) | u16::from(b) << 4) & 0x0f0f).to_le());
-                let sixteen: [u8; 16] = bytemuck::cast(pairs);
-                run.iter_mut().zip(sixteen).for_each(|(o, c)| *o = value(c));
+                let apart = |b: u8| ((u64::from(b) | u64::from(b) << 28) & 0xf_0000_000f).to_le();
+                let sixteen: [i32; 16] = bytemuck::cast(bytes.map(apart));
+                run.iter_mut().zip(sixteen).for_each(|(o, c)| *o = value(i32::from_le(c)));
             }
             for (p, &c) in rest.chunks_mut(2).zip(last) {
-                p[0] = value(c & 15);
-                p.iter_mut().skip(1).for_each(|o| *o = value(c >> 4));
+                p[0] = value((c & 15).into());
+                p.iter_mut().skip(1).for_each(|o| *o = value((c >> 4).into()));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Keep, Target, Values, find};
+    use super::*;
+
+    /// Sixteen blocks are coded at once where there are as many; the bytes are those of each block alone.
+    #[test]
+    fn blocks_together_have_the_bytes_of_each_alone() {
+        let mut state = 1u32;
+        let mut draw = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+        };
+        let spread: Vec<f32> = (0..1500).map(|_| draw() * (40.0 * draw()).exp()).collect();
+        let mut kinds = vec![spread.clone(), spread.iter().map(|v| v.abs()).collect(), vec![0.0; 1024]];
+        kinds.push(spread.iter().map(|v| -v.abs()).collect());
+        kinds.push(spread.iter().enumerate().map(|(i, v)| if i % 7 == 0 { *v } else { -0.0 }).collect());
+        kinds.push(spread.iter().map(|v| v * 1e-36).collect());
+        kinds.push(spread.iter().map(|v| v.signum() * f32::MAX).collect());
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut broken = spread.clone();
+            (broken[3], broken[700], broken[1499]) = (bad, bad, -bad);
+            kinds.push(broken);
+        }
+        let codec = find("int4", None).unwrap();
+        for x in &kinds {
+            let mut together = vec![0; codec.size(x.len())];
+            codec.encode(Values::F32(x), Keep::Nothing, 0, &mut together);
+            let mut alone = Vec::new();
+            for block in x.chunks(SHORT) {
+                let mut code = vec![0; Affine::<4>.size(block.len())];
+                Affine::<4>.encode(block, &mut code);
+                alone.extend(code);
+            }
+            assert_eq!(together, alone);
+            let (mut all, mut each) = (vec![0f32; x.len()], vec![0f32; x.len()]);
+            codec.decode(&together, Target::F32(&mut all)).unwrap();
+            let codes = alone.chunks(Affine::<4>.size(SHORT));
+            each.chunks_mut(SHORT).zip(codes).for_each(|(out, code)| Affine::<4>.decode(code, out));
+            let bits = |x: &[f32]| x.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&all), bits(&each));
         }
     }
 }

@@ -7,7 +7,10 @@ use crate::float16;
 pub const MAX: usize = 2048;
 
 /// Blocks of this length have a loop of their own; int4's are of it.
-const SHORT: usize = 32;
+pub(super) const SHORT: usize = 32;
+
+/// So many short blocks are coded together: their headers fill the lanes of a vector.
+pub(super) const TOGETHER: usize = 16;
 
 /// A codec of one block. Both functions are `#[inline(always)]` in their implementations: they are
 /// compiled for each instruction set in the loop over blocks.
@@ -20,6 +23,38 @@ pub trait BlockCodec: Send + Sync {
 
     /// Decodes any bytes into numbers.
     fn decode(&self, code: &[u8], out: &mut [f32]);
+
+    /// Encodes [`TOGETHER`] blocks of [`SHORT`] values, to the same bytes as one by one.
+    #[inline(always)]
+    fn encode_together(&self, x: &[f32], out: &mut [u8]) {
+        let size = self.size(SHORT);
+        for (x, out) in x.chunks_exact(SHORT).zip(out.chunks_exact_mut(size)) {
+            self.encode(x, out);
+        }
+    }
+}
+
+/// [`TOGETHER`] short blocks, as one.
+struct Together<'a, C>(&'a C);
+
+impl<C: BlockCodec> BlockCodec for Together<'_, C> {
+    #[inline(always)]
+    fn size(&self, n: usize) -> usize {
+        n / SHORT * self.0.size(SHORT)
+    }
+
+    #[inline(always)]
+    fn encode(&self, x: &[f32], out: &mut [u8]) {
+        self.0.encode_together(x, out);
+    }
+
+    #[inline(always)]
+    fn decode(&self, code: &[u8], out: &mut [f32]) {
+        let size = self.0.size(SHORT);
+        for (code, out) in code.chunks_exact(size).zip(out.chunks_exact_mut(SHORT)) {
+            self.0.decode(code, out);
+        }
+    }
 }
 
 /// A block codec over whole tensors.
@@ -52,14 +87,16 @@ impl<C: BlockCodec> Codec for Blocks<C> {
             move || {
                 let mut keep = keep; // moved out, so that it is inlined: see below
                 if block == SHORT {
-                    let (whole, mut room) = (n / SHORT * SHORT, [[0f32; SHORT]; 2]);
                     // The compiler knows their length, and unrolls what is done to one of them.
-                    let (codes, rest) = out.split_at_mut(whole / SHORT * step);
-                    for (at, out) in (0..whole).step_by(SHORT).zip(codes.chunks_exact_mut(step)) {
-                        encode_block(codec, src, &mut keep, (at, SHORT), &mut room, out);
+                    const RUN: usize = TOGETHER * SHORT;
+                    let (whole, together, mut room) = (n / RUN * RUN, Together(codec), [[0f32; RUN]; 2]);
+                    let (runs, rest) = out.split_at_mut(whole / SHORT * step);
+                    for (at, out) in (0..whole).step_by(RUN).zip(runs.chunks_exact_mut(TOGETHER * step)) {
+                        encode_block(&together, src, &mut keep, (at, RUN), &mut room, out);
                     }
-                    if whole < n {
-                        encode_block(codec, src, &mut keep, (whole, n - whole), &mut room, rest);
+                    let mut room = [[0f32; SHORT]; 2];
+                    for (at, out) in (whole..n).step_by(SHORT).zip(rest.chunks_mut(step)) {
+                        encode_block(codec, src, &mut keep, (at, SHORT.min(n - at)), &mut room, out);
                     }
                     return;
                 }

@@ -36,6 +36,12 @@ impl Places {
         high[bit / 8] |= 1 << (bit % 8);
     }
 
+    /// Writes places into a code that was all zeros, the lowest first.
+    pub(super) fn writer(self, code: &mut [u8]) -> Writer<'_> {
+        let (low, high) = code.split_at_mut(self.low);
+        Writer { bits: self.bits, low, high, held: 0, count: 0, i: 0 }
+    }
+
     /// Whether a code of the right size is one of `k` places.
     ///
     /// # Errors
@@ -62,6 +68,46 @@ impl Places {
         let (low, high) = code.split_at(self.low);
         // A bit at p is the i-th, so at least i are before it.
         ones(high).enumerate().map(move |(i, p)| (p - i) << self.bits | get(low, i * self.bits, self.bits))
+    }
+}
+
+/// Writes one place after the other, see [`Places::writer`].
+pub(super) struct Writer<'a> {
+    bits: usize,
+    /// What is left of the low bits' bytes.
+    low: &'a mut [u8],
+    high: &'a mut [u8],
+    /// Low bits that do not fill eight bytes yet, and how many.
+    held: u128,
+    count: usize,
+    i: usize,
+}
+
+impl Writer<'_> {
+    /// Writes the next place.
+    #[inline]
+    pub(super) fn put(&mut self, place: usize) {
+        self.held |= ((place & ((1 << self.bits) - 1)) as u128) << self.count;
+        self.count += self.bits;
+        if self.count >= 64 {
+            self.flush(8);
+        }
+        let bit = (place >> self.bits) + self.i;
+        self.high[bit / 8] |= 1 << (bit % 8);
+        self.i += 1;
+    }
+
+    /// Writes what is held still: after the last place.
+    pub(super) fn finish(mut self) {
+        self.flush(self.count.div_ceil(8));
+    }
+
+    fn flush(&mut self, bytes: usize) {
+        let (now, later) = std::mem::take(&mut self.low).split_at_mut(bytes);
+        now.copy_from_slice(&self.held.to_le_bytes()[..bytes]);
+        self.low = later;
+        self.held >>= 8 * bytes;
+        self.count = self.count.saturating_sub(8 * bytes);
     }
 }
 
@@ -118,6 +164,11 @@ mod tests {
                 places.iter().enumerate().for_each(|(i, &place)| format.put(&mut code, i, place));
                 format.check(&code).unwrap();
                 assert_eq!(format.read(&code).collect::<Vec<_>>(), places, "{k} of {n}");
+                let mut in_turn = vec![0; format.size()];
+                let mut writer = format.writer(&mut in_turn);
+                places.iter().for_each(|&place| writer.put(place));
+                writer.finish();
+                assert_eq!(in_turn, code, "{k} of {n}");
             }
         }
     }

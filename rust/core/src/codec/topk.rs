@@ -3,6 +3,9 @@
 
 use std::cell::RefCell;
 
+#[cfg(target_arch = "x86_64")]
+use pulp::Simd as _;
+
 use super::block::INFINITE;
 use super::places::Places;
 use super::sparse::{Left, choose, count, scatter};
@@ -38,11 +41,60 @@ const SAMPLED: usize = 128;
 const LEAST_VALUES: usize = 1 << 15;
 const LEAST_PARTS: usize = 8;
 
+/// Adds the values that reach a key, with their indices from `first` on.
+fn look(first: usize, x: &[f32], low: u32, found: &mut Vec<(u32, f32)>) {
+    let numbered = (first..).zip(x).filter(|&(_, &v)| key(v) >= low);
+    found.extend(numbered.map(|(index, &v)| (index as u32, v)));
+}
+
+/// The values that reach a key, with their indices.
+fn reaching(x: &[f32], low: u32, found: &mut Vec<(u32, f32)>) {
+    found.clear();
+    match crate::vector::unit() {
+        #[cfg(target_arch = "x86_64")]
+        pulp::Arch::V4(simd) => simd.vectorize(
+            #[inline(always)]
+            move || {
+                // Its comparisons make a bit of each value, and only those that are set are looked at.
+                let (runs, rest) = x.as_chunks::<64>();
+                let least = simd.splat_u32s(low);
+                for (s, run) in runs.iter().enumerate() {
+                    let mut marks = 0u64;
+                    for (quarter, values) in run.as_chunks::<RUN>().0.iter().enumerate() {
+                        let reach = simd.greater_than_or_equal_u32s(bytemuck::cast(values.map(key)), least);
+                        marks |= u64::from(reach.0) << (RUN * quarter);
+                    }
+                    while marks != 0 {
+                        let place = marks.trailing_zeros() as usize;
+                        found.push(((64 * s + place) as u32, run[place]));
+                        marks &= marks - 1;
+                    }
+                }
+                look(64 * runs.len(), rest, low, found);
+            },
+        ),
+        unit => unit.dispatch(
+            #[inline(always)]
+            move || {
+                let found = found; // moved out, so that it is inlined: see block.rs
+                let (runs, rest) = x.as_chunks::<RUN>();
+                for (s, run) in runs.iter().enumerate() {
+                    // Most runs hold none, which is quickly seen.
+                    if run.iter().fold(0, |top, &v| top.max(key(v))) >= low {
+                        look(RUN * s, run, low, found);
+                    }
+                }
+                look(RUN * runs.len(), rest, low, found);
+            },
+        ),
+    }
+}
+
 /// The smallest key that is taken, and how many of those equal to it. A sample tells a key that somewhat more than `k`
 /// values reach, and only these are sorted, and collected in `found`. `None` where fewer do, or where the sample says
 /// nothing.
 fn by_sample(x: &[f32], k: usize, found: &mut Vec<(u32, f32)>) -> Option<(u32, usize)> {
-    let (runs, rest) = x.as_chunks::<RUN>();
+    let (runs, _) = x.as_chunks::<RUN>();
     if x.len() < LEAST_VALUES || x.len() / k < LEAST_PARTS || u32::try_from(x.len()).is_err() {
         return None;
     }
@@ -59,23 +111,7 @@ fn by_sample(x: &[f32], k: usize, found: &mut Vec<(u32, f32)>) -> Option<(u32, u
         if low == 0 {
             return None;
         }
-        found.clear();
-        let mut look = |s: usize, run: &[f32]| {
-            let numbered = (s * RUN..).zip(run).filter(|&(_, &v)| key(v) >= low);
-            found.extend(numbered.map(|(index, &v)| (index as u32, v)));
-        };
-        crate::vector::unit().dispatch(
-            #[inline(always)]
-            || {
-                for (s, run) in runs.iter().enumerate() {
-                    // Most runs hold none, which is quickly seen.
-                    if run.iter().fold(0, |top, &v| top.max(key(v))) >= low {
-                        look(s, run);
-                    }
-                }
-            },
-        );
-        look(runs.len(), rest);
+        reaching(x, low, found);
         if found.len() < k {
             return None;
         }
@@ -129,12 +165,14 @@ impl Codec for TopK {
         let (format, (values, places)) = (Places::new(n, k), out.split_at_mut(4 * k));
         places.fill(0);
         choose(src, keep, |x, take| {
-            let mut i = 0;
+            let (mut values, mut places) = (values.as_chunks_mut::<4>().0.iter_mut(), format.writer(places));
             let mut send = |index: usize, v: f32| {
-                values[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
-                format.put(places, i, index);
-                take(index, v);
-                i += 1;
+                // There is room for as many as are taken.
+                if let Some(room) = values.next() {
+                    *room = v.to_le_bytes();
+                    places.put(index);
+                    take(index, v);
+                }
             };
             let least = CANDIDATES.with_borrow_mut(|found| {
                 let sampled = by_sample(x, k, found);
@@ -152,6 +190,7 @@ impl Codec for TopK {
                 }
                 least
             });
+            places.finish();
             if least < INFINITE { Left::Finite } else { Left::Mixed }
         });
     }

@@ -24,7 +24,7 @@ pub trait BlockCodec: Send + Sync {
     /// Decodes any bytes into numbers.
     fn decode(&self, code: &[u8], out: &mut [f32]);
 
-    /// Encodes [`TOGETHER`] blocks of [`SHORT`] values, to the same bytes as one by one.
+    /// Encodes `TOGETHER` blocks of `SHORT` values, to the same bytes as one by one.
     #[inline(always)]
     fn encode_together(&self, x: &[f32], out: &mut [u8]) {
         let size = self.size(SHORT);

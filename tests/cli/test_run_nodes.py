@@ -107,6 +107,17 @@ def test_a_rank_that_fails_ends_the_job_on_all_machines(tmp_path: Path) -> None:
     assert any("rank 1 has had enough" in errors for _, errors, _ in found)
 
 
+def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
+    """Also where its ranks make no call that the others would miss."""
+    text = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(100)"
+    port, script = free_port(), _script(tmp_path, text)
+    began = time.monotonic()
+    found = _ended([_launcher(tmp_path, port, "-n", "1", script) for _ in range(2)])
+    assert time.monotonic() - began < 60
+    assert sorted(code for code, _, _ in found) == [1, 3], found
+    assert any("ranks of another machine have failed; ending those here" in errors for _, errors, _ in found)
+
+
 def test_rank_0_is_started_again(tmp_path: Path) -> None:
     """Its launcher serves the store, so the other machine's rank can be found again."""
     port, script = free_port(), _script(tmp_path, dies_once(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import trigram
 from tests.elastic.test_partial_cuts import break_connection
 from tests.support import elastic_run, netns
 from tests.support.checks import says
-from tests.support.harness import Ranks
+from tests.support.harness import Ranks, scratch, until
 from tests.support.marks import long
 from trigram.elastic import knowledge
 from trigram.elastic.knowledge import Knowledge
@@ -155,6 +156,52 @@ def parted(rank: int, world: int, breaks: dict[int, list[int]], steps: int) -> t
         return elastic_run.train(rank, world, steps, pause=0.02)["history"][-1], ""
     except trigram.PeerLostError as error:
         return None, str(error)
+
+
+def test_the_beginning_is_entered_when_the_store_answers() -> None:
+    """The store does not answer at first, and has still what an earlier job left."""
+    store = ReconnectingStore(dist.HashStore(), lambda: None)
+    Succession(store).begin([0, 2])
+    away = iter([True, True, False])
+
+    class Slow(ReconnectingStore):
+        def __call__(self, operation: Any, seconds: float = 1.0) -> Any:
+            return None if next(away, False) else store(operation)
+
+    Succession(Slow(None, lambda: None)).begin([0, 1])
+    assert Succession(store).enter(1, [0, 1], [], 0.0) == "entered"
+
+
+def while_it_is_away(rank: int, world: int, breaks: dict[int, list[int]], steps: int) -> tuple[Any, str]:
+    """As `parted`; from the break on the store does not answer, until the test says so."""
+    asked = ReconnectingStore.__call__
+
+    def gated(self: ReconnectingStore, *about: Any) -> Any:
+        is_away = (scratch() / "flag-break").exists() and not (scratch() / "flag-back").exists()
+        return None if is_away else asked(self, *about)
+
+    ReconnectingStore.__call__ = gated  # type: ignore[method-assign]
+    return parted(rank, world, breaks, steps)
+
+
+@pytest.mark.waits
+def test_one_part_stops_when_the_store_is_back(several_hosts: None) -> None:
+    """Both have gone on, as they must where the store may have died with the others."""
+    breaks = {0: [1, 2], 1: [0], 2: [0]}
+    with Ranks(3, while_it_is_away, breaks, 500, transport="tcp", hosts=[0, 1, 2]) as ranks:
+        for rank in range(3):
+            ranks.await_said(rank, ("did", 20))
+        (ranks.dir / "flag-break").touch()
+        until(lambda: "continues with ranks 0" in ranks.log(0), 30, "one part")
+        until(lambda: "continues with ranks 1, 2" in ranks.log(1), 30, "the other")
+        time.sleep(0.5)
+        (ranks.dir / "flag-back").touch()
+        results = ranks.results(90)
+    lasts = [last for last, _ in results]
+    assert lasts in ([(0,), None, None], [None, (1, 2), (1, 2)]), results
+    for last, why in results:
+        if last is None:
+            says(why, "elastic", "continue the job")
 
 
 @pytest.mark.waits

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,7 +180,7 @@ def run_command(
     if endpoint is None:
         _check_least(least, ranks)
     of: launch.Part | None = None
-    elsewhere: Callable[[int], int] = launch.alone
+    elsewhere = launch.Elsewhere()
     if tee is not None:
         tee.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

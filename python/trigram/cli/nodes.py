@@ -23,14 +23,15 @@ import typer
 from trigram.cli import job_store
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, answered
-from trigram.runtime.launch import END_SECONDS, Part
+from trigram.runtime.launch import END_SECONDS, Elsewhere, Part
 
 _OPEN, _COUNT, _RANKS = "launchers/open", "launchers/count", "launchers/{}/ranks"
 _PLACE = "launchers/place/{}"
 _WORLD, _LATER = "launchers/world", "launchers/later"
 """Ranks of the launchers that began the job, and of those that have come later."""
 _LEFT = "launchers/{}/left"
-"""How many ranks a launcher has left, a count that grows while it runs, and whether it is over."""
+"""How many ranks a launcher has left, a count that grows while it runs, and a digit: 1 if it is over, 2 if
+ranks have failed."""
 _POLL = 0.05
 _CONNECT_SECONDS = 5.0
 _SERVE_SECONDS = 3 * END_SECONDS
@@ -89,12 +90,13 @@ class _Other:
     looks: int = 0
     left: int = 0
     over: bool = False
+    failed: bool = False
 
     def is_silent(self) -> bool:
         return not self.over and self.looks > _SILENT
 
 
-class Tally:
+class Tally(Elsewhere):
     """How many ranks are left on all machines: each launcher writes how many it has, and reads the others'.
 
     Args:
@@ -107,7 +109,7 @@ class Tally:
     def __init__(self, store: dist.Store, number: int, others: dict[int, int], mine: int) -> None:
         self._store, self._number, self._mine = store, number, mine
         self._others = {k: _Other(left=left) for k, left in others.items()}
-        self._beats, self._over = 0, False
+        self._beats, self._over, self._failed = 0, False, False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trigram-launchers", daemon=True)
         self._tell()
@@ -119,6 +121,14 @@ class Tally:
         """Tells how many ranks are left here; returns how many are left on other machines."""
         self._mine = mine
         return sum(other.left for other in list(self._others.values()) if not other.is_silent())
+
+    def fail(self) -> None:
+        """Tells that ranks here have failed, and the others are ended."""
+        self._mine, self._failed = 0, True
+
+    def has_failed(self) -> bool:
+        """Whether ranks of another machine have failed."""
+        return any(other.failed for other in list(self._others.values()))
 
     def awaited(self) -> bool:
         """Whether other launchers still run."""
@@ -141,16 +151,18 @@ class Tally:
             text = bytes(self._store.get(key))
             other.looks += 1
             if text != other.text:
-                found = re.fullmatch(rb"(\d{1,6}) (\d{1,12}) ([01])", text)
+                found = re.fullmatch(rb"(\d{1,6}) (\d{1,12}) ([012])", text)
                 if found is None:
                     continue  # any process may write to the store
                 other.text, other.looks = text, 0
-                other.left, other.over = int(found[1]), found[3] == b"1"
+                other.left, other.over = int(found[1]), found[3] != b"0"
+                other.failed = found[3] == b"2"
             self._others[k] = other
 
     def _tell(self) -> None:
         self._beats += 1
-        self._store.set(_LEFT.format(self._number), f"{self._mine} {self._beats} {int(self._over)}")
+        state = 2 if self._failed else int(self._over)
+        self._store.set(_LEFT.format(self._number), f"{self._mine} {self._beats} {state}")
 
     def _run(self) -> None:
         while not self._stop.wait(_BEAT):
@@ -252,6 +264,10 @@ def _numbered(store: AnsweringStore, nodes: Nodes, endpoint: str) -> int:
     return number
 
 
+def _is_over(text: bytes) -> bool:
+    return text.endswith((b" 1", b" 2"))
+
+
 def _running(store: AnsweringStore, number: int, enough: int) -> int:
     """How many of the launchers before this one run: those that write while this one looks."""
     keys = [_LEFT.format(k) for k in range(number)]
@@ -262,8 +278,8 @@ def _running(store: AnsweringStore, number: int, enough: int) -> int:
     before, end = texts(), time.monotonic() + _GONE_SECONDS
     while True:
         now = texts()
-        silent = [old == new and not new.endswith(b" 1") for old, new in zip(before, now, strict=True)]
-        running = sum(old != new and not new.endswith(b" 1") for old, new in zip(before, now, strict=True))
+        silent = [old == new and not _is_over(new) for old, new in zip(before, now, strict=True)]
+        running = sum(old != new and not _is_over(new) for old, new in zip(before, now, strict=True))
         if running >= enough or running + sum(silent) < enough or time.monotonic() > end:
             return running
         time.sleep(_BEAT / 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -80,6 +81,9 @@ def pace(mbit: int) -> None:
     """Has the kernel pace all TCP connections that this process has now, also those of other libraries."""
     for fd in Path("/proc/self/fd").iterdir():
         # Not every descriptor is a socket, and those of threads may be closed meanwhile.
+        with suppress(OSError):
+            if not stat.S_ISSOCK(fd.stat().st_mode):
+                continue
         with suppress(OSError), socket.socket(fileno=os.dup(int(fd.name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * 125_000))

@@ -125,6 +125,7 @@ class JoinQueue:
         is_asked: Whether this rank was asked to leave the job.
         ask: Asks it to, and says by whom.
         evict: Takes ranks for lost; this process ends if this rank is one of them, or was taken for lost so.
+        owes_entry: The present epoch stands in no store yet (``succession.py``), which did not answer.
         hosted_store: Keeps a store alive that this process may serve to the others.
     """
 
@@ -146,6 +147,7 @@ class JoinQueue:
         self.waiting: list[int] = []
         self.answered: set[int] = set()
         self.hosted_store: Any = None
+        self.owes_entry = self._entry_is_due = False
         self.is_leader = False
         self.regroup_request: list[int] | None = None
         self._heartbeats: dict[int, bytes | None] | None = None
@@ -183,6 +185,12 @@ class JoinQueue:
         asks = asks or self.replicas.first(ranks, 1)
         return [request for request in pending if request["rank"] in asks]
 
+    @property
+    def wants_change(self) -> bool:
+        """On the leader: whether all members should come to change the membership. Ranks wait to join; or the
+        store answers again, so that it can say which part of the job goes on."""
+        return bool(self.pending) or self._entry_is_due
+
     def defer(self, ranks: Sequence[int]) -> None:
         """Delays the next attempt to admit these ranks, longer each time: all members stop for an attempt."""
         for rank in ranks:
@@ -219,7 +227,8 @@ class JoinQueue:
             draining = self._draining(period)
             found = orders.found(self.store, Period(*period))
             given = self._orders.accepted(found, Period(*period), status["ranks"], draining)
-            if self.pending or draining:
+            self._entry_is_due = self.owes_entry and self.store(lambda s: s.check([STATUS])) is not None
+            if self.wants_change or draining:
                 # It stays when the waiting rank ends: some members may have read it and wait for the others.
                 self.regroup_request = [status["epoch"], status["empty_regroups"]]
             published = {**status, **self.describe(), "leader": self.rank, "heartbeat": heartbeat}

@@ -249,7 +249,10 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
             if prepared is not None:
                 failed, prepared = prepared, None
                 failed.world.engine.shutdown(False)
+            if mine.queue is not None and decision["succession"] == "entered":
+                mine.queue.owes_entry = False
             if not decision["renew"]:
+                _check_succession(known, decision)
                 mine.empty_regroups += 1
                 if mine.queue is not None:
                     mine.queue.status = mine.status()
@@ -369,8 +372,10 @@ def _decide(group: Group, now: World, known: Knowledge, may_admit: bool, at_once
                 joining[request["rank"]] = request
         admitted = mine.replicas.first(mine.replicas.whole(sorted(joining)), _MOST_ADMISSIONS)
         succession, begin = "unknown", bool(leave) or incomplete or known.renew
-        if (begin or admitted) and mine.queue is not None and known.outvote(known.alive()):
-            succession = _enter(now, mine, mine.queue, known, admitted)
+        owes = mine.queue is not None and mine.queue.owes_entry
+        if (begin or admitted or owes) and mine.queue is not None and known.outvote(known.alive()):
+            epoch = mine.epoch + bool(begin or admitted)
+            succession = _enter(now, mine.queue, epoch, known, admitted)
             # Nobody joins where that could not be entered: it would be missing among the members.
             if succession == "unknown" and mine.queue.store.reopen is not None:
                 admitted = []
@@ -380,15 +385,15 @@ def _decide(group: Group, now: World, known: Knowledge, may_admit: bool, at_once
     return decision
 
 
-def _enter(now: World, mine: Membership, queue: JoinQueue, known: Knowledge, joining: Sequence[int]) -> str:
-    """On the leader: enters the members of the next epoch in the store, see :meth:`Succession.enter`.
+def _enter(now: World, queue: JoinQueue, epoch: int, known: Knowledge, joining: Sequence[int]) -> str:
+    """On the leader: enters the members of an epoch in the store, see :meth:`Succession.enter`.
 
     If the ranks that seem to have ended would be more, were they alive, they are waited for, so that the
     larger part goes on.
     """
     more = not known.outvote(known.cut_off(now.engine.hosts))
     patience = _SUCCESSION_PATIENCE if more else 0.0
-    return Succession(queue.store).enter(mine.epoch + 1, known.reachable, joining, patience)
+    return Succession(queue.store).enter(epoch, known.reachable, joining, patience)
 
 
 def _check_quorum(known: Knowledge, may_wait: bool) -> bool:
@@ -572,6 +577,8 @@ def _switch_to(prepared: PreparedWorld) -> MembershipChange:
     assert isinstance(after, Membership)
     requests = prepared.decision["requests"]
     if mine.queue is not None:
+        unknown = prepared.decision["succession"] == "unknown"
+        mine.queue.owes_entry = unknown and mine.queue.store.reopen is not None
         mine.queue.serve(new.rank == after.ranks[0], after.status())
         for request in requests if new.rank == prepared.known.reachable[0] else ():
             mine.queue.store.put(ADMITTED.format(request["id"]), "yes")

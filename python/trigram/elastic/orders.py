@@ -151,4 +151,6 @@ class Orders:
         """Says once why an order is not followed."""
         if why != self._warned:
             self._warned = why
-            logs.warning(f"{BY}: rank {self._rank} does not follow an order in the job's store: {why}")
+            logs.warning(
+                f"trigram drain, evict: rank {self._rank} does not follow an order in the job's store: {why}"
+            )

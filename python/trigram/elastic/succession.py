@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from trigram.runtime import seals
+from trigram.runtime import logs, seals
 from trigram.runtime.live_store import ReconnectingStore
 
 KEY = "elastic/succession"
@@ -23,6 +23,7 @@ _KIND = "succession"
 _ANSWER_SECONDS = 2.0
 """How long the store is waited for: all members wait meanwhile."""
 _TRIES = 3
+_BEGIN_SECONDS = 30.0
 _POLL = 0.05
 
 
@@ -70,9 +71,15 @@ class Succession:
 
     def begin(self, ranks: Collection[int]) -> None:
         """Enters the first members; what an earlier job has left in the store holds no more."""
-        reached, now = self._read()
-        if reached:  # else nobody enters anything
-            self._replace(now, Entry(0, frozenset(ranks)).text())
+        text, end = Entry(0, frozenset(ranks)).text(), time.monotonic() + _BEGIN_SECONDS
+        while time.monotonic() < end:
+            reached, now = self._read()
+            if reached and (now == text or (not self._replace(now, text) and self._store.reopen is None)):
+                return  # it stands there; or it is one of torch's stores that cannot tell
+        logs.warning(
+            f"elastic: the job's store has not answered for {_BEGIN_SECONDS:.0f} s, so it cannot say which "
+            "part of the job goes on if the network parts it; start again if it has served another job before"
+        )
 
     def enter(self, epoch: int, survivors: Collection[int], joining: Collection[int], patience: float) -> str:
         """Enters the members of the next epoch.
@@ -88,14 +95,15 @@ class Succession:
             where the store does not answer.
         """
         mine = Entry(epoch, frozenset([*survivors, *joining])).text()
-        end = time.monotonic() + patience
-        failures, limit = 0, end + _ANSWER_SECONDS
+        end: float | None = None
+        failures, limit = 0, time.monotonic() + patience + _ANSWER_SECONDS
         # What has reset the ranks' connections may have reset this one too: another is opened then.
         while failures < _TRIES and time.monotonic() < limit:
             reached, now = self._read()
             if not reached:
                 failures += 1
                 continue
+            end = time.monotonic() + patience if end is None else end
             last = Entry.read(now)
             if last is not None and not last.is_followed_by(epoch, survivors):
                 return "lost"

@@ -34,11 +34,22 @@ LATE_SECONDS = 20.0
 TIMED_OUT = 124
 
 
-def alone(here: int) -> int:
-    """The ranks on other hosts of a job of one host."""
-    return 0
+class Elsewhere:
+    """The ranks on the other hosts of a job; this is that of a job of one host."""
+
+    def __call__(self, here: int) -> int:
+        """Tells how many ranks are left here; returns how many are left elsewhere."""
+        return 0
+
+    def fail(self) -> None:
+        """Tells that ranks here have failed, and the others are ended."""
+
+    def has_failed(self) -> bool:
+        """Whether ranks elsewhere have."""
+        return False
 
 
+_ALONE = Elsewhere()
 _LEFT = 79
 """What a rank of an elastic job returns that `trigram drain` has sent away: it is not started again."""
 
@@ -109,7 +120,7 @@ def launch(
     prefix: bool = False,
     tee: Path | None = None,
     part: Part | None = None,
-    elsewhere: Callable[[int], int] = alone,
+    elsewhere: Elsewhere = _ALONE,
 ) -> Outcome:
     """Runs a command as `ranks` processes and waits for them.
 
@@ -127,7 +138,7 @@ def launch(
         prefix: Each line that ranks write begins with the rank's number.
         tee: A folder that also gets what each rank writes, as ``rank3.log``; None: none does.
         part: These are ranks of a job on several hosts; None: they are the job.
-        elsewhere: Is told how many ranks are left here, and returns how many are left on the other hosts.
+        elsewhere: The ranks on the other hosts.
 
     Returns:
         The exit code and the failed ranks' error output.
@@ -174,9 +185,9 @@ def launch(
                 processes, signals, timeout, start, is_member, restarts, least, first, elsewhere
             )
             if code:
-                elsewhere(0)
+                elsewhere.fail()
         except KeyboardInterrupt:
-            elsewhere(0)
+            elsewhere.fail()
             end(processes, signals, interrupted=True)
             return Outcome(128 + signal.SIGINT, "", interrupted=True)
         codes = tuple(process.returncode for process in processes)
@@ -287,7 +298,7 @@ def _watch(
     restarts: int,
     least: int | None,
     lowest: int,
-    elsewhere: Callable[[int], int],
+    elsewhere: Elsewhere,
 ) -> tuple[int, list[int]]:
     """Waits until all have ended or one has failed for good.
 
@@ -340,6 +351,9 @@ def _watch(
                 lost.add(rank)
                 failure = failure or code
                 sys.stderr.write(f"trigram: rank {lowest + rank} {_how(code)}; the job goes on with {left}\n")
+        if least is None and first is None and None in codes and elsewhere.has_failed():
+            sys.stderr.write("trigram: ranks of another machine have failed; ending those here\n")
+            return 1, []
         here = codes.count(None) + codes.count(0)
         left = here + elsewhere(here)
         if least is not None and first is None and None in codes and left < least:

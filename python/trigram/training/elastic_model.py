@@ -511,7 +511,7 @@ class ElasticModel:
     def _largest(self, *numbers: int) -> list[int]:
         """The largest of all members: whether a rank waits to join or to leave, and these numbers."""
         _, mine = current()
-        pending = mine.queue is not None and bool(mine.queue.pending)  # the leader knows who waits to join
+        pending = mine.queue is not None and mine.queue.wants_change  # the leader knows who waits to join
         pending = pending or draining.draining()
         values = torch.tensor([int(pending), *numbers], device="cpu")
         collectives.all_reduce(values, "max", None, self.everyone)

@@ -177,6 +177,8 @@ def run_command(
         raise typer.BadParameter(
             f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, one of the machines and a free port there"
         )
+    if least is None and several.least < several.most:
+        least = several.least  # each machine has a rank at least, and one may go without ending the others
     if endpoint is None:
         _check_least(least, ranks)
     of: launch.Part | None = None

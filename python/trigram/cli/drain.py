@@ -126,12 +126,7 @@ def _until_left(
         time.sleep(_LOOK)
         status = _alive(watch)
     if status is None:
-        typer.echo(
-            f"rank(s) {_listed(leave)} were asked to leave, but the job's store {client.address} or its "
-            "leader is gone, so whether they have is not known",
-            err=True,
-        )
-        return 1
+        return _unknown(client, f"rank(s) {_listed(leave)} were asked to leave", "they have")
     for _, what, of in sorted(_events(status) - events):
         lost.update(set(leave) & set(of) if what in ("dead", "silent") else ())
     if lost:
@@ -169,14 +164,16 @@ def _until_evicted(
         time.sleep(_LOOK)
         status = _alive(watch)
     if status is None:
-        typer.echo(
-            f"rank(s) {_listed(leave)} were to be evicted, but the job's store {client.address} or its "
-            "leader is gone, so whether they were is not known",
-            err=True,
-        )
-        return 1
+        return _unknown(client, f"rank(s) {_listed(leave)} were to be evicted", "they were")
     typer.echo(f"rank(s) {_listed(leave)} were evicted; the members are {_listed(status['members'])}")
     return 0
+
+
+def _unknown(client: ReconnectingStore, asked: str, whether: str) -> int:
+    """Says that nobody is left to tell whether an order was followed; returns the exit code."""
+    gone = f"the job's store {client.address} or its leader is gone"
+    typer.echo(f"{asked}, but {gone}, so whether {whether} is not known", err=True)
+    return 1
 
 
 def _events(status: dict[str, Any] | None) -> set[tuple[float, str, tuple[int, ...]]]:

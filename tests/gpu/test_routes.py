@@ -137,6 +137,13 @@ def test_fault_by_nccl(in_launch: Callable[..., None], case: str) -> None:
     in_launch("FAULTS", case, 3, env=gpu_standin.env("nccl"))
 
 
+@pytest.mark.parametrize("case", ["fault_before_the_first_gradient"])
+def test_fault_while_the_pass_before_it_ends(in_launch: Callable[..., None], case: str) -> None:
+    """A rank may fail in its next pass while NCCL still ends the pass before it on another one: that pass
+    succeeds there too, so that all ranks have the error in the same pass."""
+    in_launch("FAULTS", case, 3, env=gpu_standin.env("nccl") | {"STANDIN_LATE": "0:200"})
+
+
 @pytest.mark.parametrize("case", long_unless(list(STATES)[::3], list(STATES)))
 @pytest.mark.parametrize("way", ["nccl"])
 def test_state(in_launch: Callable[..., None], way: str, case: str) -> None:

@@ -73,6 +73,14 @@ pub enum Error {
     /// Who runs the job has sent a rank away. All ranks believe it at once, also where they hear that rank.
     #[error("{0}")]
     SentAway(String),
+    /// A rank has stopped making calls on its GPU, and tells the others.
+    #[error("{why}")]
+    Stopped {
+        /// How many collectives of the communicator have ended on it: they end on the others too.
+        done: u64,
+        /// Its error.
+        why: String,
+    },
     /// The operating system refused something.
     #[error("{what}: {why}")]
     Io {

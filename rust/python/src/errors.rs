@@ -16,7 +16,7 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Error::Misuse(_) => ("MisuseError", None),
         Error::Config(_) => ("ConfigError", None),
         Error::Auth(_) => ("AuthError", None),
-        Error::Aborted(_) | Error::SentAway(_) => ("AbortedError", None),
+        Error::Aborted(_) | Error::SentAway(_) | Error::Stopped { .. } => ("AbortedError", None),
         Error::Io { .. } => ("IoError", None),
     };
     let make = || -> PyResult<PyErr> {

@@ -17,6 +17,8 @@ const OUTCOME: Duration = Duration::from_secs(1);
 /// A call under way on a GPU.
 pub struct DeviceCall {
     pub(crate) done: Event,
+    /// Which collective of its communicator it is, from 1; 0 for what only some of the ranks make.
+    pub(crate) number: u64,
     pub(crate) check: Option<Arc<Completion>>,
     pub(crate) failure: Arc<Failure>,
 }
@@ -69,8 +71,13 @@ impl DeviceCall {
             // An aborted call counts as reached too.
             let state = self.failure.get().and_then(|()| self.is_agreed());
             match state {
-                Ok(agreed) if agreed && reached => return Ok(true),
+                Ok(agreed) if agreed && reached => {
+                    self.failure.note_end(self.number);
+                    return Ok(true);
+                }
                 Ok(_) => {}
+                // It was seen to end before the failure.
+                Err(_) if self.number > 0 && self.number <= self.failure.ended() => return Ok(true),
                 Err(error) => return Err(self.end(error)),
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {

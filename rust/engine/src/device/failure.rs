@@ -1,5 +1,6 @@
 //! The failure of a device group, and how the other ranks learn of it.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,16 +18,28 @@ pub(crate) const DYING: Duration = Duration::from_millis(30);
 /// How long a communicator may take to be revoked before it is aborted.
 const REVOKING: Duration = Duration::from_secs(3);
 
-/// The first failure of a device group.
+/// The first failure of a device group, and how many of its collectives have ended before.
 pub(crate) struct Failure {
     first: Mutex<Option<Error>>,
+    /// Collectives end in the order of their stream, so the last one's number is enough.
+    ended: AtomicU64,
     /// The communicator is revoked, not aborted, so that the ranks that are left can shrink it.
     revokes: bool,
 }
 
 impl Failure {
     pub(crate) fn new(revokes: bool) -> Self {
-        Self { first: Mutex::default(), revokes }
+        Self { first: Mutex::default(), ended: AtomicU64::new(0), revokes }
+    }
+
+    /// The collective with this number, from 1, has ended well on this rank; 0 is none.
+    pub(crate) fn note_end(&self, number: u64) {
+        self.ended.fetch_max(number, Ordering::AcqRel);
+    }
+
+    /// How many collectives have ended well on this rank.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Error>> {
@@ -41,10 +54,13 @@ impl Failure {
     pub(crate) fn raise(&self, error: &Error, comm: &Communicator, abort_group: &Group) {
         let mut failure = self.lock();
         let is_first = failure.is_none();
-        failure.get_or_insert_with(|| error.clone());
+        failure.get_or_insert_with(|| match error {
+            Error::Stopped { why, .. } => Error::Aborted(why.clone()),
+            error => error.clone(),
+        });
         drop(failure);
         if is_first {
-            abort_others(error, abort_group); // first: aborting takes its time
+            abort_others(error, self.ended(), abort_group); // first: aborting takes its time
         }
         if !self.revokes || comm.revoke(REVOKING).is_err() {
             comm.abort();
@@ -52,13 +68,13 @@ impl Failure {
     }
 }
 
-/// Tells the other ranks that this one cannot go on.
-pub(crate) fn abort_others(error: &Error, abort_group: &Group) {
+/// Tells the other ranks that this one cannot go on, when it has ended this many collectives.
+pub(crate) fn abort_others(error: &Error, done: u64, abort_group: &Group) {
     let members = abort_group.members();
     let why = match error {
         // It names the ranks that differ, and is the same on all ranks, whichever finds it first.
         Error::Mismatch { .. } => error.clone(),
-        _ => Error::Aborted(format!("rank {}: {error}", members.ranks[members.me as usize])),
+        _ => Error::Stopped { done, why: format!("rank {}: {error}", members.ranks[members.me as usize]) },
     };
     let _ = abort_group.fail(abort_group.next() + 1, why);
 }

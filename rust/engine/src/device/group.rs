@@ -8,6 +8,7 @@
 //! GPU, and the error is the one that CPU tensors would have raised.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,8 @@ pub struct DeviceGroup {
     abort_group: Group,
     nccl: Nccl,
     comm: Communicator,
+    /// How many collectives it has made.
+    made: AtomicU64,
     failure: Arc<Failure>,
 }
 
@@ -72,7 +75,7 @@ impl DeviceGroup {
     ) -> Result<Self> {
         let joined =
             Self::meet(group, abort_group, nccl, device, id, priority, revokes, limit, check_interrupt);
-        joined.inspect_err(|error| abort_others(error, abort_group)) // the others wait for this rank
+        joined.inspect_err(|error| abort_others(error, 0, abort_group)) // the others wait for this rank
     }
 
     #[allow(clippy::too_many_arguments)] // see above
@@ -99,7 +102,7 @@ impl DeviceGroup {
         let comm = all_come(pending, Pending::poll, group, abort_group, limit, check_interrupt)?;
         let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), nccl.clone());
         let failure = Arc::new(Failure::new(revokes && nccl.can_shrink()));
-        Ok(Self { group, abort_group, nccl, comm, failure })
+        Ok(Self { group, abort_group, nccl, comm, made: AtomicU64::new(0), failure })
     }
 
     /// Ends what is under way, so that the ranks that are left can [`DeviceGroup::shrink`].
@@ -137,7 +140,8 @@ impl DeviceGroup {
         };
         let comm = shrunk().inspect_err(|_| self.comm.abort())?;
         let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), self.nccl.clone());
-        Ok(Self { group, abort_group, nccl, comm, failure: Arc::new(Failure::new(true)) })
+        let (made, failure) = (AtomicU64::new(0), Arc::new(Failure::new(true)));
+        Ok(Self { group, abort_group, nccl, comm, made, failure })
     }
 
     /// The `CUstream` of its work.
@@ -172,10 +176,11 @@ impl DeviceGroup {
         // follow must have the same numbers on all ranks.
         let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
         self.failure.get().map_err(|error| cause(check.as_ref(), error))?;
+        let number = if checked { self.made.fetch_add(1, Ordering::AcqRel) + 1 } else { 0 };
         let run = || nccl_call.run(&self.comm, &self.nccl);
         let deadline = Deadline::new(limit, "NCCL, after all ranks have made the call".into());
         // SAFETY: passed on to the caller.
-        unsafe { self.submit(signature, check, deadline, caller, checked, run) }
+        unsafe { self.submit(signature, number, check, deadline, caller, checked, run) }
     }
 
     /// Starts several messages that are sent and received together. Only the ranks that they are between take part,
@@ -221,15 +226,19 @@ impl DeviceGroup {
             messages.iter().filter_map(|p| ranks.get(p.peer as usize).copied()).collect();
         let deadline = Deadline::new(limit, name_ranks(&Vec::from_iter(peers)));
         // SAFETY: passed on to the caller.
-        unsafe { self.submit(signature, None, deadline, caller, true, run) }
+        unsafe { self.submit(signature, 0, None, deadline, caller, true, run) }
     }
 
+    /// `number`: which collective of this communicator it is, from 1; 0 for what only some of the ranks make.
+    ///
     /// # Safety
     ///
     /// `caller` is a stream of the device.
+    #[allow(clippy::too_many_arguments)] // two calls from here
     unsafe fn submit(
         &self,
         signature: Signature,
+        number: u64,
         check: Option<Arc<Completion>>,
         deadline: Deadline,
         caller: usize,
@@ -250,8 +259,17 @@ impl DeviceGroup {
             let (abort_group, comm, failure) =
                 (self.abort_group.clone(), self.comm.clone(), self.failure.clone());
             let (done, check) = (end.clone(), check.clone());
-            let call =
-                WatchedCall { abort_group, comm, failure, signature, check, deadline, done, gone: None };
+            let call = WatchedCall {
+                abort_group,
+                comm,
+                failure,
+                signature,
+                number,
+                check,
+                deadline,
+                done,
+                gone: None,
+            };
             Watcher::over(call)?;
         }
         let done = given().and_then(|done| {
@@ -272,7 +290,7 @@ impl DeviceGroup {
             }
             cause(check.as_ref(), error)
         })?;
-        Ok(DeviceCall { done, check, failure: self.failure.clone() })
+        Ok(DeviceCall { done, number, check, failure: self.failure.clone() })
     }
 
     /// Records that this rank cannot go on, and aborts the others.

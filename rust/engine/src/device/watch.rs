@@ -12,7 +12,7 @@ use crate::device::failure::{DYING, Failure, POLL_INTERVAL, blame, from_nccl};
 use crate::runtime::group::Group;
 use crate::sys::completion::Completion;
 
-/// A rank that has left may have finished its part of a call that is still under way here.
+/// A rank that has left or stopped may have finished its part of a call that is still under way here.
 const LEAVING: Duration = Duration::from_secs(2);
 
 /// The calls under way on GPUs, and the thread that watches them.
@@ -51,10 +51,12 @@ pub(crate) struct WatchedCall {
     pub(crate) comm: Communicator,
     pub(crate) failure: Arc<Failure>,
     pub(crate) signature: Signature,
+    /// Which collective of its communicator it is, from 1; 0 for what only some of the ranks make.
+    pub(crate) number: u64,
     pub(crate) check: Option<Arc<Completion>>,
     pub(crate) deadline: Deadline,
     pub(crate) done: Arc<OnceLock<Event>>,
-    /// Since when a peer is lost that had made the call: its part may be done.
+    /// Since when a peer is lost, or has stopped, that may have done its part of the call.
     pub(crate) gone: Option<Instant>,
 }
 
@@ -71,7 +73,6 @@ impl WatchedCall {
     }
 
     fn state(&mut self) -> Result<bool> {
-        self.failure.get()?;
         if let Some(check) = &self.check
             && let Some(outcome) = check.outcome()
         {
@@ -80,20 +81,23 @@ impl WatchedCall {
         }
         let given = self.done.get();
         let reached = given.map_or(Ok(false), Event::is_reached).map_err(from_nccl)?;
+        self.failure.get()?; // after that look: an aborted call counts as reached too
         if reached && self.check.is_none() {
+            self.failure.note_end(self.number);
             return Ok(true);
         }
         // A lost rank comes before what NCCL noticed of it.
         if let Err(error) = self.abort_group.engine().check_peers(self.abort_group.members(), &self.signature)
         {
             let grace = match &error {
-                Error::PeerLost { why, .. } if why.contains("left") => LEAVING,
-                Error::PeerLost { .. } => DYING,
+                // An error in a collective that has ended there would be one in another backward pass than there.
+                Error::Stopped { done, .. } if self.failure.ended() < *done => LEAVING,
+                Error::PeerLost { why, .. } if self.check.is_none() && why.contains("left") => LEAVING,
+                Error::PeerLost { .. } if self.check.is_none() => DYING,
                 _ => return Err(error),
             };
-            let entered = self.check.is_none();
             let since = *self.gone.get_or_insert_with(Instant::now);
-            return if entered && since.elapsed() < grace { Ok(false) } else { Err(error) };
+            return if since.elapsed() < grace { Ok(false) } else { Err(error) };
         }
         match self.comm.check().map_err(from_nccl) {
             Err(error) => Err(blame(error, &self.abort_group, &self.signature)),

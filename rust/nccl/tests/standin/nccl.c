@@ -102,6 +102,13 @@ static unsigned slow(void) {
     return said ? (unsigned)atoi(said) : 0;
 }
 
+// RANK:MILLISECONDS by which that rank's part of a collective ends after those of the others, for tests of an
+// error that comes in between.
+static unsigned late(int rank) {
+    const char *said = getenv("STANDIN_LATE");
+    return said && atoi(said) == rank ? (unsigned)atoi(strchr(said, ':') + 1) : 0;
+}
+
 int ncclCommGetAsyncError(struct comm *c, int *out) {
     if (atomic_load(&c->failed)) *out = atomic_load(&c->failed);
     else if (atomic_load(&c->shared->attached) < c->size || atomic_load(&c->splitting) || atomic_load(&c->revoking)) *out = IN_PROGRESS;
@@ -220,6 +227,10 @@ static int exchange(const struct call *k, const char *from, size_t count, size_t
             if ((k->kind != REDUCE || c->rank == k->root) && place < k->count) combine(k->to, place, k, i);
         }
         if (barrier(c)) return -1;
+    }
+    for (unsigned ms = late(c->rank); ms; ms--) {
+        usleep(1000);
+        if (atomic_load(&c->aborted)) return -1;
     }
     return 0;
 }

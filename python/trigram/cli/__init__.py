@@ -676,3 +676,36 @@ def plan_command(
         raise typer.BadParameter("give a script behind --, or both --params and --compute")
     job = plan.offline(params, compute, hosts, ranks_per_host, rate, rtt, links, slow, cores)
     planned.show(job, json_file, allow)
+
+
+@app.command("goodput")
+def goodput_command(
+    *,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="Ranks, or replicas of several ranks.")],
+    step: Annotated[str, typer.Option(help="A training step: 2s.")],
+    params: Annotated[str, typer.Option(help="Parameters of the model: 7B.")],
+    rate: Annotated[str, typer.Option(help="Of the link of a rank that joins: 25gbit.")],
+    mtbf: Annotated[str, typer.Option(help="Mean time between failures of one rank.")] = "50000h",
+    back: Annotated[str, typer.Option(help="From a fault until another process asks to join.")] = "10min",
+    restart: Annotated[
+        str, typer.Option(help="From a fault until a job that is not elastic trains again.")
+    ] = "10min",
+    checkpoint: Annotated[str, typer.Option(help="How long ranks wait for a checkpoint.")] = "30s",
+    regroup: Annotated[str, typer.Option(help="How long a change of the members takes.")] = "1s",
+    silence: Annotated[str, typer.Option(help="TRIGRAM_SILENCE.")] = "15s",
+    silent: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Part of faults that only silence tells.")
+    ] = 0.5,
+    every: Annotated[
+        int, typer.Option(min=1, help="Steps between two averages, for diloco and the like.")
+    ] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Simulate what faults cost a job of any size, elastic and from checkpoints.
+
+    trigram goodput --ranks 1000 --step 2s --params 7B --rate 25gbit --mtbf 50000h
+    """
+    from trigram.cli import goodput  # each command loads what it needs
+
+    times = goodput.Times(step, mtbf, back, restart, checkpoint, regroup, silence)
+    goodput.show(ranks, times, params, rate, silent, every, as_json)

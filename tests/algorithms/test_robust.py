@@ -21,7 +21,7 @@ from tests.support.marks import long
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.average import padded
 from trigram.averaging.groups import ModelGroups
-from trigram.averaging.robust import RobustAverage
+from trigram.averaging.robust import robust_average
 from trigram.codecs.registry import find
 
 CASES = Cases()
@@ -160,7 +160,7 @@ def average(
     found = RobustAggregation.parse(name)
     assert found is not None
     codecs = (find(codec), find(codec)) if codec else None
-    made = RobustAverage(memory, groups, found, codecs)
+    made = robust_average(memory, groups, found, codecs)
     made.start(0)
     made.wait()
     return memory[: len(mine)].clone(), groups
@@ -229,7 +229,7 @@ def no_code(rank: int, world: int) -> None:
     memory.copy_(torch.arange(len(memory)) + 1.0)
     found = RobustAggregation.parse("median")
     assert found is not None
-    made = RobustAverage(memory, groups, found, (Liar("topk:0.5"), find("f16")))
+    made = robust_average(memory, groups, found, (Liar("topk:0.5"), find("f16")))
     made.start(0)
     made.wait()
     assert groups.non_finite_senders.counts == {1: 1}, groups.non_finite_senders.counts

@@ -9,7 +9,7 @@ import torch
 from trigram import collectives
 from trigram.averaging.average import padded
 from trigram.averaging.groups import ModelGroups
-from trigram.averaging.robust import RobustAverage
+from trigram.averaging.robust import robust_average
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import coalesced
 from trigram.runtime.engine_codes import AVERAGED
@@ -42,7 +42,7 @@ def mean_of(
         )
         coalesced_tensor.pack()
         if rule is not None:
-            average = RobustAverage(coalesced_tensor.memory, groups, rule.without_history())
+            average = robust_average(coalesced_tensor.memory, groups, rule.without_history())
             average.start(-1)
             try:
                 average.wait()

@@ -16,7 +16,7 @@ from trigram.averaging.full import FullAverage
 from trigram.averaging.gathered import GatheredAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.powersgd import PowerAverage
-from trigram.averaging.robust import RobustAverage
+from trigram.averaging.robust import robust_average
 from trigram.codecs import Codec, find
 from trigram.collectives.coalesced import Part
 from trigram.mixing.step import AveragingStep
@@ -58,7 +58,7 @@ class Mean(AveragingStep):
             self.average = FullAverage(self.out, groups)
         else:
             self.take()
-            self.average = RobustAverage(self.out, groups, rule, centre=self.inp)
+            self.average = robust_average(self.out, groups, rule, centre=self.inp)
         self.calls = self.average.calls
 
     def phases(self, step: int) -> Phases:
@@ -142,11 +142,11 @@ class Differences(AveragingStep):
             elif rule is None:
                 self.average = CodedAverage(self.out, groups, codec, second, *kept)
             else:
-                self.average = RobustAverage(self.out, groups, rule, (codec, second), *kept)
+                self.average = robust_average(self.out, groups, rule, (codec, second), *kept)
         elif power is not None:
             self.average = PowerAverage(self.out, self.taken.views, groups, power)
         elif rule is not None:
-            self.average = RobustAverage(self.out, groups, rule)
+            self.average = robust_average(self.out, groups, rule)
         else:
             self.average = FullAverage(self.out, groups)
         self.calls = self.average.calls

@@ -21,7 +21,7 @@ from trigram.averaging.held_residual import positions
 from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
 from trigram.averaging.lossless import LosslessAverage
 from trigram.averaging.powersgd import PowerAverage
-from trigram.averaging.robust import RobustAverage
+from trigram.averaging.robust import robust_average
 from trigram.codecs import Codec, find
 from trigram.errors import MisuseError
 from trigram.gpu import device
@@ -254,8 +254,8 @@ class RobustCompressor(GradientCompressor):
     def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
         """In two phases, never in two levels: a sum over a host would hide which rank is wrong."""
         if self.codecs is None or bucket.memory.dtype not in _FLOATS:
-            return RobustAverage(bucket.memory, groups, self.aggregation)
-        return RobustAverage(bucket.memory, groups, self.aggregation, self.codecs, self.feedback)
+            return robust_average(bucket.memory, groups, self.aggregation)
+        return robust_average(bucket.memory, groups, self.aggregation, self.codecs, self.feedback)
 
 
 class RegisteredCompressor(GradientCompressor):

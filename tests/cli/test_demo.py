@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from trigram.cli import demo, slow_network
+from tests.support.checks import says
+from trigram.cli import app, demo, slow_network
 
 _SHORT = """
 from pathlib import Path
@@ -110,3 +112,9 @@ def test_when_a_training_has_a_loss() -> None:
     one = demo.Training("x", [float(i) for i in range(1, 21)], [4.0] * 5 + [2.0] * 15, 2.0)
     assert one.curve()[0] == [float(i) for i in range(10, 21)]
     assert one.reaches(3.0) == 10.0 and one.reaches(2.0) == 15.0 and one.reaches(1.0) is None
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_trainings() -> None:
+    done = CliRunner().invoke(app, ["demo", "--out", "/proc/none/demo"])
+    assert done.exit_code == 2
+    says(" ".join(done.output.replace("│", "").split()), "--out /proc/none/demo cannot be written")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.support.checks import says
 from tests.support.elastic_script import dies_once
 from tests.support.harness import free_port, until
 from trigram.cli import nodes as meeting
+from trigram.runtime.answers import NoAnswerError
 
 pytestmark = pytest.mark.waits
 
@@ -136,8 +139,7 @@ def test_machines_come_and_go(tmp_path: Path) -> None:
     launchers = [first]
     try:
         until((tmp_path / "rank0of1").exists, 60, "the first machine")
-        # Fewer ranks than must be left in all.
-        launchers.append(_launcher(tmp_path, port, "-n", "1", "--min", "2", script, nodes="1:2"))
+        launchers.append(_launcher(tmp_path, port, *words, nodes="1:2"))
         until((tmp_path / "rank1of2").exists, 60, "the second")
         late = _launcher(tmp_path, port, *words, nodes="1:2")
         _, errors = late.communicate(timeout=60)
@@ -182,14 +184,14 @@ def test_how_many_ranks_must_be_left_counts_for_all_machines(tmp_path: Path, lea
 
 
 class _Away:
-    """A store, which can be away."""
+    """A store, which can be away: for a while, or for good."""
 
-    def __init__(self) -> None:
-        self.store, self.away = dist.HashStore(), False
+    def __init__(self, error: type[Exception] = NoAnswerError) -> None:
+        self.store, self.away, self.error = dist.HashStore(), False, error
 
     def __getattr__(self, name: str) -> Any:
         if self.away:
-            raise dist.DistNetworkError("it is away")
+            raise self.error("it is away")
         return getattr(self.store, name)
 
 
@@ -199,9 +201,9 @@ def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_SILENT", 10)
     store = _Away()
     store.add(meeting._COUNT, 3)
-    first = meeting.Tally(store, 0, {1: 2, 2: 1}, 4)
-    second = meeting.Tally(store, 1, {0: 4, 2: 1}, 2)
-    third = meeting.Tally(store, 2, {}, 1)  # it has come later, and knows at once
+    first = meeting.Tally(store, 0, {1: 2, 2: 1}, 4, "a:1")
+    second = meeting.Tally(store, 1, {0: 4, 2: 1}, 2, "a:1")
+    third = meeting.Tally(store, 2, {}, 1, "a:1")  # it has come later, and knows at once
     assert (first(4), second(2), third(1)) == (3, 5, 6)
     second(1)
     until(lambda: (first(4), third(1)) == (2, 5), 20, "what the second says")
@@ -217,16 +219,55 @@ def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     first.end()
 
 
+def test_a_store_that_is_gone_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each call of a TCPStore whose server is gone prints a page."""
+    monkeypatch.setattr(meeting, "_BEAT", 0.02)
+    store = _Away(dist.DistNetworkError)
+    tally = meeting.Tally(store, 0, {1: 2}, 4, "a:1")
+    store.away = True
+    tally._thread.join(20)
+    assert not tally._thread.is_alive() and tally(4) == 2
+    tally.end()
+    said = capsys.readouterr().err
+    assert said.count("the launcher at a:1, which serves the job's store, is gone") == 1, said
+
+
+def test_launchers_with_other_options(tmp_path: Path) -> None:
+    """They would wait for each other, or judge a machine that fails differently."""
+    port, script = free_port(), _script(tmp_path, "")
+    first = _launcher(tmp_path, port, "-n", "1", script)
+    try:
+        until(lambda: _answers(port), 60, "the first")
+        for words, nodes, has in (([], 3, "--nnodes 3"), (["--min", "1"], 2, "--nnodes 2 --min 1")):
+            done = _launcher(tmp_path, port, "-n", "1", *words, script, nodes=nodes)
+            _, errors = done.communicate(timeout=60)
+            assert done.returncode == 2
+            text = " ".join(errors.replace("│", "").split())
+            says(text, f"this launcher has {has}", "has --nnodes 2; give all launchers of a job the same")
+        found = _ended([first, _launcher(tmp_path, port, "-n", "1", script)])
+        assert [code for code, _, _ in found] == [0, 0], found
+    finally:
+        first.kill()
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 def test_of_several_that_come_at_once_as_many_as_may() -> None:
     store = dist.HashStore()
     nodes = meeting.Nodes.parse("1:3", None)
     assert meeting._numbered(store, nodes, "a:1") == 0  # type: ignore[arg-type]
-    running = meeting.Tally(store, 0, {}, 1)
+    running = meeting.Tally(store, 0, {}, 1, "a:1")
     results: list[Any] = []
 
     def come() -> None:
         try:
-            results.append(meeting.Tally(store, meeting._numbered(store, nodes, "a:1"), {}, 1))  # type: ignore[arg-type]
+            results.append(meeting.Tally(store, meeting._numbered(store, nodes, "a:1"), {}, 1, "a:1"))  # type: ignore[arg-type]
         except typer.BadParameter as error:
             results.append(error)
 

@@ -16,6 +16,7 @@ from tests.support.algorithm_run import loss, net
 from tests.support.cases import Cases
 from tests.support.checks import raises, says
 from tests.support.harness import until
+from trigram.runtime import logs
 
 CASES = Cases()
 NAMES = [a["name"] for a in trigram.algorithms()]
@@ -39,6 +40,7 @@ class Lines(logging.Handler):
 @contextmanager
 def listening() -> Iterator[Lines]:
     """The lines of the logger within the block; the writer is a thread, so wait for them."""
+    logs.flush()  # what the case before has logged
     logger, lines = logging.getLogger("trigram"), Lines()
     level = logger.level
     logger.addHandler(lines)

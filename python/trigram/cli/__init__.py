@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Literal
 
 import typer
@@ -188,7 +189,7 @@ def run_command(
     with ExitStack() as stack:
         more: dict[str, str] = {}
         if endpoint is not None:
-            meeting = stack.enter_context(nodes.met(endpoint, several, ranks, patience))
+            meeting = stack.enter_context(nodes.met(endpoint, several, ranks, patience, least))
             of, more, elsewhere = meeting.part, meeting.environment, meeting.tally
             if several.least == several.most:
                 _check_least(least, of.world)
@@ -540,6 +541,11 @@ def demo_command(
     if absent := [package for module, package in needs.items() if find_spec(module) is None]:
         typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)
         raise typer.Exit(2)
+    try:  # now: the trainings take minutes
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out} cannot be written: {error}") from error
     if not launch.is_rank():
         command = launch.trigram_command(sys.argv[1:])
         more: dict[str, str] = {}

@@ -153,11 +153,12 @@ def _until_evicted(
         orders.give(client, _period(status), ranks, True)
     while status is not None and (left := [rank for rank in leave if rank in status["members"]]):
         if time.monotonic() - begun > timeout:
-            has = "it is" if seals.secret() else "it is not"
+            secret = "has one: is it the job's?" if seals.secret() else "has none"
             typer.echo(
                 f"rank(s) {_listed(left)} are members still after {timeout:.0f} s: the others go on when "
                 "they next wait for a call. If they do not heed the order, the log of the leader (rank "
-                f"{status['leader']}) says why: the job's TRIGRAM_SECRET must be set here, and {has}",
+                f"{status['leader']}) says why. An order needs the job's TRIGRAM_SECRET, if there is one; "
+                f"this command {secret}",
                 err=True,
             )
             return 1

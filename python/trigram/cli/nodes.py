@@ -22,10 +22,12 @@ import typer
 
 from trigram.cli import job_store
 from trigram.errors import TimeoutError, TrigramError
-from trigram.runtime.answers import AnsweringStore, answered
+from trigram.runtime.answers import AnsweringStore, NoAnswerError, answered
 from trigram.runtime.launch import END_SECONDS, Elsewhere, Part
 
 _OPEN, _COUNT, _RANKS = "launchers/open", "launchers/count", "launchers/{}/ranks"
+_ASKED = "launchers/asked"
+"""The options that the first launcher was given: all need the same."""
 _PLACE = "launchers/place/{}"
 _WORLD, _LATER = "launchers/world", "launchers/later"
 """Ranks of the launchers that began the job, and of those that have come later."""
@@ -104,10 +106,13 @@ class Tally(Elsewhere):
         number: Of this launcher.
         others: The ranks of those that have met, by their numbers.
         mine: The ranks here.
+        endpoint: Where the store is, for messages.
     """
 
-    def __init__(self, store: dist.Store, number: int, others: dict[int, int], mine: int) -> None:
-        self._store, self._number, self._mine = store, number, mine
+    def __init__(
+        self, store: dist.Store, number: int, others: dict[int, int], mine: int, endpoint: str
+    ) -> None:
+        self._store, self._number, self._mine, self._endpoint = store, number, mine, endpoint
         self._others = {k: _Other(left=left) for k, left in others.items()}
         self._beats, self._over, self._failed = 0, False, False
         self._stop = threading.Event()
@@ -137,10 +142,12 @@ class Tally(Elsewhere):
     def end(self) -> None:
         """Tells that the ranks here have ended."""
         self._over = True
+        ended = self._stop.is_set()  # the store's connection has
         self._stop.set()
         self._thread.join(_ANSWER)
-        with suppress(dist.DistError, RuntimeError):
-            answered(self._tell, _ANSWER)
+        if not ended:
+            with suppress(dist.DistError, RuntimeError):
+                answered(self._tell, _ANSWER)
 
     def look(self) -> None:
         """Reads how the others are."""
@@ -166,9 +173,19 @@ class Tally(Elsewhere):
 
     def _run(self) -> None:
         while not self._stop.wait(_BEAT):
-            with suppress(dist.DistError, RuntimeError):
+            try:
                 answered(self._tell, _ANSWER)
                 answered(self.look, _ANSWER)
+            except NoAnswerError:
+                continue  # it may be stopped for a while
+            except (dist.DistError, RuntimeError):
+                # A connection of a TCPStore is not made again, and each try prints a page of C++.
+                self._stop.set()
+                typer.echo(
+                    f"trigram: the launcher at {self._endpoint}, which serves the job's store, is gone: the "
+                    "ranks of this machine go on, and no rank can join",
+                    err=True,
+                )
 
 
 @dataclass(frozen=True)
@@ -187,7 +204,9 @@ class Meeting:
 
 
 @contextmanager
-def met(endpoint: str, nodes: Nodes, ranks: int, seconds: float) -> Iterator[Meeting]:
+def met(
+    endpoint: str, nodes: Nodes, ranks: int, seconds: float, least: int | None = None
+) -> Iterator[Meeting]:
     """A block in which the launchers of all machines have met.
 
     Args:
@@ -195,9 +214,11 @@ def met(endpoint: str, nodes: Nodes, ranks: int, seconds: float) -> Iterator[Mee
         nodes: How many machines take part.
         ranks: On this one.
         seconds: How long to wait for the others.
+        least: Ranks of all machines with which the job goes on; None: with all.
 
     Raises:
         TimeoutError: Others have not come.
+        typer.BadParameter: Others were started with other options.
     """
     host, port = job_store.endpoint(
         endpoint,
@@ -212,6 +233,7 @@ def met(endpoint: str, nodes: Nodes, ranks: int, seconds: float) -> Iterator[Mee
     try:
         if not serves and nodes.place is None:  # the ranks of the one that serves are the first
             _await(store, _OPEN, nodes, endpoint, end)
+        _compare(store, nodes, least, endpoint)
         number = _numbered(store, nodes, endpoint)
         if serves:
             store.set(_OPEN, "yes")
@@ -223,7 +245,7 @@ def met(endpoint: str, nodes: Nodes, ranks: int, seconds: float) -> Iterator[Mee
         raise TimeoutError(
             f"run: the launcher at {endpoint} has ended while this one waited for others ({error})"
         ) from error
-    tally = Tally(served, number, others, ranks)
+    tally = Tally(served, number, others, ranks, endpoint)
     try:
         variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": str(number)}
         yield Meeting(Part(first, world, host, port), variables, tally)
@@ -234,6 +256,18 @@ def met(endpoint: str, nodes: Nodes, ranks: int, seconds: float) -> Iterator[Mee
             time.sleep(_POLL)
             with suppress(dist.DistError, RuntimeError):
                 answered(tally.look, _ANSWER)
+
+
+def _compare(store: AnsweringStore, nodes: Nodes, least: int | None, endpoint: str) -> None:
+    """Raises if another launcher was given other options: they would wait for each other, or judge a failed
+    machine differently."""
+    mine = f"--nnodes {nodes}" + (f" --min {least}" if least is not None else "")
+    theirs = bytes(store.compare_set(_ASKED, "", mine)).decode(errors="replace")
+    if theirs != mine:
+        raise typer.BadParameter(
+            f"this launcher has {mine}, and another at {endpoint} has {theirs}; give all launchers of a job "
+            "the same"
+        )
 
 
 def _numbered(store: AnsweringStore, nodes: Nodes, endpoint: str) -> int:

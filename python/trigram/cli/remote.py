@@ -156,12 +156,17 @@ def _watch(
     those of that host, or are ended after a while. If the job ``goes_on``, they end when too few are left."""
     failed_at: float | None = None
     code = 0
-    while None in (codes := [process.poll() for process in processes]):
-        for host, found in zip(on, codes, strict=True):
-            if found and failed_at is None:
-                failed_at, code = time.monotonic(), found
-                state = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-                sys.stderr.write(f"trigram: the ranks of {host.name} have failed ({state})\n")
+    while True:
+        codes = [process.poll() for process in processes]
+        if failed_at is None and any(codes):
+            failed_at = time.monotonic()
+            for host, found in zip(on, codes, strict=True):  # the first of these is not known
+                if found:
+                    code = code or found
+                    state = f"exit code {found}" if found > 0 else f"signal {signal.Signals(-found).name}"
+                    sys.stderr.write(f"trigram: the ranks of {host.name} have failed ({state})\n")
+        if None not in codes:
+            break
         if failed_at is not None and not goes_on and time.monotonic() - failed_at > END_SECONDS / 2:
             break
         signals.pause(POLL_SECONDS)

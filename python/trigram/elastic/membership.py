@@ -28,7 +28,7 @@ import torch
 
 from trigram import _core, collectives
 from trigram.collectives.consistency import listed
-from trigram.elastic import knowledge
+from trigram.elastic import eviction, knowledge
 from trigram.elastic.draining import Draining
 from trigram.elastic.history import History
 from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
@@ -272,6 +272,7 @@ def change_membership(boundary: bool, complete: bool, renew: bool, leaving: Leav
             group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
         except NoQuorumError:
             mine.leave()  # it must not lead, nor look alive to ranks that join
+            eviction.evict(job.here(), ())  # if that is why the others do not hear it
             raise
         except AbsentError:
             if prepared is not None:

@@ -7,12 +7,16 @@ thread of its own. One that gets no answer keeps its thread until its connection
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from trigram import _core
 
 T = TypeVar("T")
 
@@ -31,6 +35,7 @@ def answered(operation: Callable[[], T], seconds: float) -> T:
     Raises:
         NoAnswerError: It took longer.
     """
+    _keep_out_at_exit()
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -48,6 +53,12 @@ def answered(operation: Callable[[], T], seconds: float) -> T:
     if not results:
         raise NoAnswerError(f"its server accepts connections and has not answered for {seconds:.0f} s")
     return results[0]
+
+
+@functools.cache
+def _keep_out_at_exit() -> None:
+    """A thread that gets its answer while the interpreter ends must not end the process."""
+    atexit.register(_core.keep_threads_out)
 
 
 class AnsweringStore:

@@ -357,8 +357,9 @@ def _watch(
         here = codes.count(None) + codes.count(0)
         left = here + elsewhere(here)
         if least is not None and first is None and None in codes and left < least:
+            are = "rank is" if left == 1 else "ranks are"
             sys.stderr.write(
-                f"trigram: {left} ranks are left on all machines, and --min is {least}; ending those here\n"
+                f"trigram: {left} {are} left on all machines, and --min is {least}; ending those here\n"
             )
             return 1, []
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.

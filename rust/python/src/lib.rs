@@ -32,7 +32,7 @@ use trigram_engine::health::losses::LossKind;
 use trigram_engine::runtime::{engine, group, log_sink};
 use trigram_engine::security::secret::Security;
 use trigram_engine::sys::completion::Completion;
-use trigram_engine::sys::{address, fork, memory};
+use trigram_engine::sys::{address, exit, fork, memory};
 use waits::{seconds, wait, wait_while};
 
 /// A rank that has not met the others.
@@ -245,6 +245,12 @@ type Splits = Option<(Vec<usize>, Vec<usize>)>;
 #[pyfunction]
 fn check_process(py: Python<'_>) -> PyResult<()> {
     fork::check().raise(py)
+}
+
+/// Called in the thread that ends the interpreter: threads in C++ that come back to it wait for the end of the process.
+#[pyfunction]
+fn keep_threads_out() {
+    exit::keep_threads_out();
 }
 
 /// Refuses tensors that have a length and no address.
@@ -609,6 +615,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
     m.add_function(wrap_pyfunction!(check_process, m)?)?;
+    m.add_function(wrap_pyfunction!(keep_threads_out, m)?)?;
     m.add_function(wrap_pyfunction!(gradients::assign_units, m)?)?;
     m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
     m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;

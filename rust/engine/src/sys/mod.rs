@@ -1,6 +1,7 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
-//! host's name and addresses, a clock that is fast to read, whether a core is wanted, what a forked child may do,
-//! completion handles, what waiting threads do for other ranks, the threads that make calls, copies past the cache, and lists of stretches of memory.
+//! host's name and addresses, a clock that is fast to read, whether a core is wanted, what a forked child may do, threads
+//! that come back to an interpreter that ends, completion handles, what waiting threads do for other ranks, the threads
+//! that make calls, copies past the cache, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
@@ -11,6 +12,7 @@ pub mod clock;
 pub mod completion;
 pub(crate) mod copy;
 pub(crate) mod cores;
+pub mod exit;
 pub mod fork;
 pub mod limits;
 pub mod memory;

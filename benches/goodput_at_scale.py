@@ -19,8 +19,8 @@ from trigram.plan.goodput import Setting, elastic, meetings, restarted
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUR = 3600.0
-BYTES = 12 * 7e9
-"""Weights and Adam's moments of 7e9 parameters."""
+PARAMETERS, LINK = 7e9, 0.948 * 25 / 8 * 1e9
+"""The model, and what payloads get of a link of 25 Gbit/s, in bytes per second."""
 CHANCES = {"50,000 h": 50_000 * HOUR, "500 h": 500 * HOUR}
 """Mean times between failures of a rank: of a machine that is kept, and of a preemptible one."""
 SIZES = (100, 1000, 10_000)
@@ -38,13 +38,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--out", type=Path, default=ROOT / "docs/images/goodput.png")
     out = options.parse_args().out
-    setting = Setting(ranks=SIZES[0], step=2.0, mtbf=HOUR, transfer=BYTES / (0.948 * 25 / 8 * 1e9))
+    # Weights and Adam's moments go to a rank that joins; the mean of all weights has its bytes twice.
+    transfer, mean = 12 * PARAMETERS / LINK, 8 * PARAMETERS / LINK
+    setting = Setting(ranks=SIZES[0], step=2.0, mtbf=HOUR, transfer=transfer, mean=mean)
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     rows: dict[str, list[str]] = {}
     axes = figure.subplots(1, len(CHANCES), sharey=True)
     for panel, (title, mtbf) in zip(axes, CHANCES.items(), strict=True):
         curves = {n: goodputs(replace(setting, ranks=n, mtbf=mtbf)) for n in CURVE}
-        for name, style in zip(curves[SIZES[0]], ("k--", "C0o-", "C1s-", "C2^-"), strict=True):
+        for name, style in zip(curves[SIZES[0]], ("k--", "C0o-", "C3d-", "C1s-", "C2^-"), strict=True):
             panel.plot(CURVE, [100 * curves[n][name] for n in CURVE], style, label=name, markersize=4)
             rows.setdefault(name, []).extend(f"{100 * curves[n][name]:.2f} %" for n in SIZES)
         panel.set(xscale="log", xlabel="ranks", title=f"a rank fails every {title}", ylim=(0, 102))

@@ -17,7 +17,7 @@ from trigram.cli import app
 from trigram.plan.goodput import Meeting, Setting, elastic, meetings, restarted
 
 HOUR = 3600.0
-RARE = Setting(ranks=1000, step=2.0, mtbf=50_000 * HOUR, back=600.0, transfer=30.0)
+RARE = Setting(ranks=1000, step=2.0, mtbf=50_000 * HOUR, back=600.0, transfer=30.0, mean=20.0)
 
 
 def _near(found: float, expected: float) -> None:
@@ -33,15 +33,15 @@ def test_from_checkpoints() -> None:
     assert found.absent == 0.0
 
 
-@pytest.mark.parametrize("every", [0, 1, 32])
-def test_elastic(every: int) -> None:
-    found = elastic(RARE, Meeting("", (), every))
+@pytest.mark.parametrize(("every", "weights"), [(0, True), (1, False), (1, True), (32, True)])
+def test_elastic(every: int, weights: bool) -> None:
+    found = elastic(RARE, Meeting("", (), every, weights))
     period = every * RARE.step
     # The mean over when the fault comes of what is left of the silence when the others reach their average.
     looks = [max(0.0, RARE.silence - period * (k + 0.5) / 1000) for k in range(1000)]
     unnoticed = RARE.silent * sum(looks) / 1000 if every else 0.0
-    joining = RARE.transfer - RARE.step if every else 0.0
-    _near(found.waiting, (unnoticed + 2 * RARE.regroup + joining) / RARE.between)
+    changes = 2 * (RARE.regroup + (RARE.mean if weights else 0.0)) + RARE.transfer - RARE.step
+    _near(found.waiting, (unnoticed + changes) / RARE.between)
     _near(found.absent, (RARE.back + RARE.transfer) / RARE.mtbf)
     _near(found.again, period / 2 / RARE.mtbf)
 
@@ -65,7 +65,8 @@ def test_more_ranks_and_more_faults_cost_more() -> None:
 
 def test_every_algorithm_has_its_row() -> None:
     assert sorted(name for kind in meetings(32) for name in kind.algorithms) == sorted(names())
-    assert {k.every: "diloco" in k.algorithms for k in meetings(16)} == {1: False, 16: True, 0: False}
+    (of,) = [kind for kind in meetings(16) if "diloco" in kind.algorithms]
+    assert (of.every, of.weights) == (16, True)
 
 
 def _command(*options: str) -> Any:
@@ -76,11 +77,18 @@ def _command(*options: str) -> Any:
 def test_the_command() -> None:
     shown = _command()
     assert shown.exit_code == 0
-    says(shown.output, "1000 ranks", "a fault every 2.08 d", "84 GB", "elastic, asynchronous", "diloco")
+    says(
+        shown.output,
+        "1000 ranks",
+        "a fault every 2.08 d",
+        "84 GB",
+        "elastic, weights, asynchronous",
+        "diloco",
+    )
     content = json.loads(_command("--json").stdout)
     assert content["setting"]["mtbf"] == 50_000 * HOUR
     rows = {row["job"]: row["goodput"] for row in content["rows"]}
-    assert len(rows) == 4 and min(rows.values()) == next(iter(rows.values()))
+    assert len(rows) == 5 and min(rows.values()) == next(iter(rows.values()))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from trigram.plan.goodput import Goodput, Setting, elastic, meetings, restarted
 
 TIMES = SECONDS | {"min": 60.0, "h": 3600.0, "d": 86400.0}
 COUNTS = UNITS | {"B": 1e9}
-STATE = 12
-"""Bytes of training state for each parameter: float32 weights and Adam's moments."""
+STATE, WEIGHTS = 12, 4
+"""Bytes for each parameter of the training state (with Adam's moments), and of weights in float32."""
 HEAD = ("job", "goodput", "waiting", "again", "absent")
 
 
@@ -38,10 +38,12 @@ def show(ranks: int, times: Times, params: str, rate: str, silent: float, every:
         field.name: quantity(text, TIMES, f"--{field.name}")
         for field, text in zip(fields(times), astuple(times), strict=True)
     }
-    state = STATE * quantity(params, COUNTS, "--params")
-    transfer = state / (PAYLOAD * quantity(rate, RATES, "--rate"))
+    count = quantity(params, COUNTS, "--params")
+    speed = PAYLOAD * quantity(rate, RATES, "--rate")
+    state, transfer = STATE * count, STATE * count / speed
+    mean = 2 * (ranks - 1) / ranks * WEIGHTS * count / speed  # what the links of a ring carry
     try:
-        setting = Setting(ranks, transfer=transfer, silent=silent, **found)
+        setting = Setting(ranks, transfer=transfer, mean=mean, silent=silent, **found)
     except MisuseError as error:
         raise typer.BadParameter(str(error)) from error
     kinds = meetings(every)

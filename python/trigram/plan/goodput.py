@@ -18,6 +18,8 @@ from trigram.algorithms.names import names
 from trigram.algorithms.parse import find
 from trigram.errors import MisuseError
 
+NOT_ELASTIC = ("powersgd", "qadam")
+"""A warm-up, and an optimizer of its own: elastic jobs refuse them."""
 FAULTS = 3000
 """Faults that are simulated: the mean is within about 2 % of what faults cost."""
 
@@ -32,6 +34,7 @@ class Setting:
         mtbf: Mean time between failures of one rank.
         back: From a fault until another process asks to join in the lost rank's place.
         transfer: Until a joining rank has received the training state.
+        mean: An AllReduce of all weights.
         restart: From a fault until a job that is not elastic trains again from its checkpoint.
         checkpoint: How long ranks wait for a checkpoint.
         regroup: How long all ranks wait when the members change, once they know of it.
@@ -45,6 +48,7 @@ class Setting:
     mtbf: float
     back: float = 600.0
     transfer: float = 0.0
+    mean: float = 0.0
     restart: float = 600.0
     checkpoint: float = 30.0
     regroup: float = 1.0
@@ -53,7 +57,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         times = (self.step, self.mtbf)
-        others = (self.back, self.transfer, self.restart, self.checkpoint, self.regroup, self.silence)
+        others = (self.back, self.transfer, self.mean, self.restart, self.checkpoint)
+        others = (*others, self.regroup, self.silence)
         if self.ranks < 2 or min(times) <= 0 or min(others) < 0 or not 0 <= self.silent <= 1:
             raise MisuseError(
                 "goodput: there must be two ranks or more, a step and a time between failures above 0, no "
@@ -81,11 +86,13 @@ class Meeting:
         title: For a table.
         algorithms: Names of :func:`trigram.algorithms.names.names`.
         every: Steps from one average for which ranks wait to the next; 0: nobody waits for others.
+        weights: All take the mean of their weights when the members change.
     """
 
     title: str
     algorithms: tuple[str, ...]
     every: int
+    weights: bool
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
     """An elastic job, through so many faults."""
     chance = random.Random(seed)
     now = until = waited = away = again = 0.0  # `until`: no rank trains before
+    change = setting.regroup + (setting.mean if meeting.weights else 0.0)
     coming: list[float] = []  # when ranks that are lost join
     met = 0
     while met < faults:
@@ -122,8 +130,7 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
         if then < fault:
             heapq.heappop(coming)
             # It receives the state while the others make their step, and they wait for it at the end.
-            waits = max(0.0, setting.transfer - setting.step) if meeting.every else 0.0
-            until = max(until, now) + setting.regroup + waits
+            until = max(until, now) + change + max(0.0, setting.transfer - setting.step)
             continue
         met += 1
         period = meeting.every * setting.step
@@ -132,7 +139,7 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
         silent = chance.random() < setting.silent
         # The others wait for it in their next average only.
         unnoticed = max(0.0, setting.silence - (period - since)) if silent and meeting.every else 0.0
-        until = max(until, now) + unnoticed + setting.regroup
+        until = max(until, now) + unnoticed + change
         heapq.heappush(coming, now + setting.back + setting.transfer)
     whole = setting.ranks * now
     lost = waited / whole, again / whole, away / whole
@@ -156,10 +163,17 @@ def restarted(setting: Setting, seed: int = 0, faults: int = FAULTS) -> Goodput:
 
 def meetings(every: int) -> list[Meeting]:
     """How algorithms meet a fault; ``every``: steps between two averages of those that average seldom."""
-    kinds = {"an average in each step": 1, f"an average every {every} steps": every, "asynchronous": 0}
-    found: dict[str, list[str]] = {title: [] for title in kinds}
-    each, seldom, never = kinds
-    for name in names():
-        when = find(name).value.when
-        found[never if when == "async" else seldom if when.startswith("every:") else each].append(name)
-    return [Meeting(title, tuple(found[title]), steps) for title, steps in kinds.items()]
+    titles = {
+        "gradients in each step": 1,
+        "weights in each step": 1,
+        f"weights every {every} steps": every,
+        "weights, asynchronous": 0,
+    }
+    gradients, each, seldom, never = titles
+    found: dict[str, list[str]] = {title: [] for title in titles}
+    for name in (name for name in names() if name not in NOT_ELASTIC):
+        algorithm = find(name)
+        when = algorithm.value.when
+        of_weights = never if when == "async" else seldom if when.startswith("every:") else each
+        found[gradients if algorithm.gradients else of_weights].append(name)
+    return [Meeting(title, tuple(found[title]), n, title != gradients) for title, n in titles.items()]

@@ -57,8 +57,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         times = (self.step, self.mtbf)
-        others = (self.back, self.transfer, self.mean, self.restart, self.checkpoint)
-        others = (*others, self.regroup, self.silence)
+        others = [self.back, self.transfer, self.mean, self.restart, self.checkpoint]
+        others += [self.regroup, self.silence]
         if self.ranks < 2 or min(times) <= 0 or min(others) < 0 or not 0 <= self.silent <= 1:
             raise MisuseError(
                 "goodput: there must be two ranks or more, a step and a time between failures above 0, no "

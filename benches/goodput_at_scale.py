@@ -39,8 +39,8 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=ROOT / "docs/images/goodput.png")
     out = options.parse_args().out
     # Weights and Adam's moments go to a rank that joins; the mean of all weights has its bytes twice.
-    transfer, mean = 12 * PARAMETERS / LINK, 8 * PARAMETERS / LINK
-    setting = Setting(ranks=SIZES[0], step=2.0, mtbf=HOUR, transfer=transfer, mean=mean)
+    transfer, moments = 12 * PARAMETERS / LINK, 8 * PARAMETERS / LINK
+    setting = Setting(SIZES[0], step=2.0, mtbf=HOUR, transfer=transfer, moments=moments, mean=moments)
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     rows: dict[str, list[str]] = {}
     axes = figure.subplots(1, len(CHANCES), sharey=True)

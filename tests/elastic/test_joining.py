@@ -14,13 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trigram
 from tests.support.checks import raises, says
-from tests.support.elastic_run import await_step, come, reference, the_same, train
-from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
+from tests.support.elastic_run import (
+    await_step,
+    come,
+    loss_of,
+    model,
+    optimizer,
+    reference,
+    the_same,
+    train,
+)
+from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, scratch, until
 from tests.support.marks import long
-from trigram import _core
+from trigram import _core, collectives
 from trigram.elastic import joining, membership
 
 pytestmark = pytest.mark.waits
@@ -482,3 +492,111 @@ def test_who_comes_late_freezes_what_is_frozen() -> None:
     for theirs, found in others:
         assert theirs == frozen
         torch.testing.assert_close(found, weights, rtol=0, atol=0)
+
+
+class _SlowToLoad:
+    """A part of the training state that the joining rank loads only when the others have trained on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": 5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        say("loads")
+        await_flag("trained-on", 40)
+
+
+def joins_slowly(rank: int, world: int, algorithm: str, joins: bool) -> dict[str, Any]:
+    trigram.init(elastic=True)
+    net = model()
+    net.register_parameter("count", torch.nn.Parameter(torch.tensor([3 * (rank < 2)]), requires_grad=False))
+    net.register_buffer("place", torch.tensor([rank]))
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=[_SlowToLoad()])
+    joined, most = None, 6000
+    for step in range(most):
+        opt.zero_grad()
+        loss_of(net, step, rank).backward()
+        opt.step()
+        time.sleep(0.01)
+        if step == 5:
+            say("trains")
+        if joined is None and trigram.world_size() == 3:
+            joined = step
+        if joined is not None and step == joined + 20 and rank == 0 and not joins:
+            flag("trained-on")
+        if (scratch() / "flag-over").exists():
+            break
+    return {"count": int(net.count), "place": int(net.place), "moments": len(opt.state), "steps": step}
+
+
+@pytest.mark.parametrize("algorithm", ["async", "async_decentralized"])
+def test_only_the_joining_rank_waits_for_its_state(algorithm: str) -> None:
+    """Others of an asynchronous job train on meanwhile; it gets its weights from the mean that all take."""
+    with Ranks(2, joins_slowly, algorithm, False) as ranks:
+        for rank in range(2):
+            ranks.await_said(rank, "trains")
+        ranks.env["WORLD_SIZE"] = "3"
+        ranks.restart(2, joins_slowly, algorithm, True)
+        ranks.await_said(2, "loads", 60)
+        ranks.await_said(2, "trains", 60)
+        (ranks.dir / "flag-over").touch()
+        results = ranks.results(60)
+    assert (results[2]["count"], results[2]["place"], results[2]["moments"]) == (3, 0, 4), results
+
+
+class _NeverSent:
+    """Stands for a message that has not left when its sender dies."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("nobody waits for it")
+
+
+def loses_its_source(rank: int, world: int, algorithm: str) -> dict[str, Any]:
+    if rank == 0:
+        send = collectives.send
+
+        def keeps_the_state(t: torch.Tensor, dst: int, tag: int = 0, *args: Any, **options: Any) -> Any:
+            if t.dtype == torch.uint8:
+                say("has the state to send")
+                return _NeverSent()
+            return send(t, dst, tag, *args, **options)
+
+        collectives.send = keeps_the_state  # type: ignore[assignment]
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True)
+    step = 0
+    while not (scratch() / "flag-over").exists() and step < 6000:
+        opt.zero_grad()
+        loss_of(net, step, rank).backward()
+        opt.step()
+        time.sleep(0.01)
+        step += 1
+        if step == 5:
+            say("trains")
+    return {"moments": len(opt.state), "members": trigram.world_size()}
+
+
+@pytest.mark.parametrize("algorithm", ["async", "local_sgd", "gradient_allreduce"])
+def test_the_source_dies_before_the_state_has_come(algorithm: str) -> None:
+    """Another rank sends it; also where the others have trained on meanwhile."""
+    port = free_port()
+    served = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    with Ranks(3, loses_its_source, algorithm, env=env) as ranks:
+        for rank in range(3):
+            ranks.await_said(rank, "trains")
+        ranks.extra = {"WORLD_SIZE": "4"} | ranks.extra
+        ranks.restart(3, loses_its_source, algorithm)
+        ranks.await_said(0, "has the state to send", 60)
+        time.sleep(0.3)
+        ranks.signal(0, signal.SIGKILL)
+        ranks.await_said(3, "trains", 60)
+        (ranks.dir / "flag-over").touch()
+        results = ranks.results(60, dies=[0])
+    assert results[3] == {"moments": 4, "members": 3}, results
+    del served

@@ -17,7 +17,7 @@ from trigram.cli import app
 from trigram.plan.goodput import NOT_ELASTIC, Meeting, Setting, elastic, meetings, restarted
 
 HOUR = 3600.0
-RARE = Setting(ranks=1000, step=2.0, mtbf=50_000 * HOUR, back=600.0, transfer=30.0, mean=20.0)
+RARE = Setting(ranks=1000, step=2.0, mtbf=50_000 * HOUR, back=600.0, transfer=30.0, moments=21.0, mean=20.0)
 
 
 def _near(found: float, expected: float) -> None:
@@ -40,9 +40,11 @@ def test_elastic(every: int, weights: bool) -> None:
     # The mean over when the fault comes of what is left of the silence when the others reach their average.
     looks = [max(0.0, RARE.silence - period * (k + 0.5) / 1000) for k in range(1000)]
     unnoticed = RARE.silent * sum(looks) / 1000 if every else 0.0
-    changes = 2 * (RARE.regroup + (RARE.mean if weights else 0.0)) + RARE.transfer - RARE.step
+    state = RARE.moments if weights else RARE.transfer
+    late = max(0.0, state - period) if every else 0.0
+    changes = 2 * (RARE.regroup + (RARE.mean if weights else 0.0)) + late
     _near(found.waiting, (unnoticed + changes) / RARE.between)
-    _near(found.absent, (RARE.back + RARE.transfer) / RARE.mtbf)
+    _near(found.absent, (RARE.back + state) / RARE.mtbf)
     _near(found.again, period / 2 / RARE.mtbf)
 
 

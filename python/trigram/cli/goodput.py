@@ -43,7 +43,8 @@ def show(ranks: int, times: Times, params: str, rate: str, silent: float, every:
     state, transfer = STATE * count, STATE * count / speed
     mean = 2 * (ranks - 1) / ranks * WEIGHTS * count / speed  # what the links of a ring carry
     try:
-        setting = Setting(ranks, transfer=transfer, mean=mean, silent=silent, **found)
+        moments = transfer * (1 - WEIGHTS / STATE)
+        setting = Setting(ranks, transfer=transfer, moments=moments, mean=mean, silent=silent, **found)
     except MisuseError as error:
         raise typer.BadParameter(str(error)) from error
     kinds = meetings(every)

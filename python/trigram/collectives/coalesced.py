@@ -155,6 +155,8 @@ def _without_repeats(t: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies tensors of the same shapes; also to expanded tensors, which torch refuses to write to."""
+    if not targets:
+        return
     expanded = [expanded_dimensions(t) for t in targets]
     to = [_without_repeats(t, d) for t, d in zip(targets, expanded, strict=True)]
     given = [_without_repeats(s, d) for s, d in zip(sources, expanded, strict=True)]

@@ -34,6 +34,7 @@ class Setting:
         mtbf: Mean time between failures of one rank.
         back: From a fault until another process asks to join in the lost rank's place.
         transfer: Until a joining rank has received the training state.
+        moments: Until it has received what of it is no weight.
         mean: An AllReduce of all weights.
         restart: From a fault until a job that is not elastic trains again from its checkpoint.
         checkpoint: How long ranks wait for a checkpoint.
@@ -48,6 +49,7 @@ class Setting:
     mtbf: float
     back: float = 600.0
     transfer: float = 0.0
+    moments: float = 0.0
     mean: float = 0.0
     restart: float = 600.0
     checkpoint: float = 30.0
@@ -57,7 +59,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         times = (self.step, self.mtbf)
-        others = [self.back, self.transfer, self.mean, self.restart, self.checkpoint]
+        others = [self.back, self.transfer, self.moments, self.mean, self.restart, self.checkpoint]
         others += [self.regroup, self.silence]
         if self.ranks < 2 or min(times) <= 0 or min(others) < 0 or not 0 <= self.silent <= 1:
             raise MisuseError(
@@ -117,6 +119,9 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
     chance = random.Random(seed)
     now = until = waited = away = again = 0.0  # `until`: no rank trains before
     change = setting.regroup + (setting.mean if meeting.weights else 0.0)
+    period, state = meeting.every * setting.step, setting.moments if meeting.weights else setting.transfer
+    # A joining rank receives its state while the others train. They wait for it in their next average.
+    joins = change + (max(0.0, state - period) if meeting.every else 0.0)
     coming: list[float] = []  # when ranks that are lost join
     met = 0
     while met < faults:
@@ -129,18 +134,16 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
         now = then
         if then < fault:
             heapq.heappop(coming)
-            # It receives the state while the others make their step, and they wait for it at the end.
-            until = max(until, now) + change + max(0.0, setting.transfer - setting.step)
+            until = max(until, now) + joins
             continue
         met += 1
-        period = meeting.every * setting.step
         since = chance.random() * period  # the last average; what the rank has learned after it is lost
         again += since
         silent = chance.random() < setting.silent
         # The others wait for it in their next average only.
         unnoticed = max(0.0, setting.silence - (period - since)) if silent and meeting.every else 0.0
         until = max(until, now) + unnoticed + change
-        heapq.heappush(coming, now + setting.back + setting.transfer)
+        heapq.heappush(coming, now + setting.back + state)
     whole = setting.ranks * now
     lost = waited / whole, again / whole, away / whole
     return Goodput(1 - sum(lost), *lost)

@@ -86,6 +86,10 @@ class ElasticHooks(Protocol):
         """Whether weights must not change now, as the mean of them does that a change of members takes."""
 
     @property
+    def takes_mean(self) -> bool:
+        """Whether `follow` takes the mean of all weights, so that a joining rank needs those of nobody."""
+
+    @property
     def shared(self) -> SharedState:
         """What of the training state all ranks have."""
 
@@ -320,8 +324,15 @@ class ElasticModel:
     def _state(self) -> dict[str, Any]:
         model = self.model()
         assert model is not None
-        tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
+        tensors = [t.detach() for t in self._sent(model)]
         return {"tensors": tensors, "states": [s.state_dict() for s in self.states]}
+
+    def _sent(self, model: nn.Module) -> list[torch.Tensor]:
+        """What of a model is sent to a joining rank: not weights of which all take the mean."""
+        weights = list(model.parameters())
+        if self.hooks.takes_mean:
+            weights = [p for p in weights if not coalesced.as_real(p.detach()).is_floating_point()]
+        return [*weights, *model.buffers()]
 
     def _release_sent(self) -> None:
         """Releases the memory of transfers that have ended."""
@@ -350,7 +361,7 @@ class ElasticModel:
         state = serialization.unpack(data, source)
         model = self.model()
         assert model is not None
-        coalesced.copy_all([*model.parameters(), *model.buffers()], state["tensors"])
+        coalesced.copy_all(self._sent(model), state["tensors"])
         for stateful, theirs in zip(self.states, state["states"], strict=True):
             stateful.load_state_dict(theirs)
         self.receiving = None

@@ -195,6 +195,11 @@ class StepHooks:
         """See :class:`trigram.training.elastic_model.ElasticHooks`."""
         return False
 
+    @property
+    def takes_mean(self) -> bool:
+        """See :class:`trigram.training.elastic_model.ElasticHooks`."""
+        return False
+
     def between_steps(self) -> None:
         """The script begins a step outside of this model, whose parameters are shards of another."""
         self.abort_failed()

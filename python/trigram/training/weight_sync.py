@@ -268,6 +268,11 @@ class WeightSync(StepHooks):
         """Backward needs the weights of the forward pass."""
         return self.tracker.begun
 
+    @property
+    def takes_mean(self) -> bool:
+        """See :class:`StepHooks`."""
+        return True
+
     def meta(self) -> dict[str, Any]:
         """See :class:`StepHooks`."""
         return {**super().meta(), "pieces": self.pieces}
@@ -288,8 +293,10 @@ class WeightSync(StepHooks):
         self.pieces = meta["pieces"]
         if part.newcomer:
             self.tracker.start_at(-int(position[1]), -int(position[1]))
-            part.receive()
         self._take_mean(self.groups.control, self.groups.size - len(part.newcomers), part.is_new)
+        # After that call, so that only the joining rank waits for the rest of the state.
+        if part.newcomer:
+            part.receive()
         part.has_state()
         if hasattr(self, "schedule"):
             self.counters.keep(self.schedule)

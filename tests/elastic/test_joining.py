@@ -569,7 +569,7 @@ def loses_its_source(rank: int, world: int, algorithm: str) -> dict[str, Any]:
     net = model()
     opt = optimizer(net)
     net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True)
-    step = 0
+    step = members = 0
     while not (scratch() / "flag-over").exists() and step < 6000:
         opt.zero_grad()
         loss_of(net, step, rank).backward()
@@ -577,8 +577,9 @@ def loses_its_source(rank: int, world: int, algorithm: str) -> dict[str, Any]:
         time.sleep(0.01)
         step += 1
         if step == 5:
+            members = trigram.world_size()
             say("trains")
-    return {"moments": len(opt.state), "members": trigram.world_size()}
+    return {"moments": len(opt.state), "members": members}
 
 
 @pytest.mark.parametrize("algorithm", ["async", "local_sgd", "gradient_allreduce"])

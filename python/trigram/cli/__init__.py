@@ -541,11 +541,12 @@ def demo_command(
     if absent := [package for module, package in needs.items() if find_spec(module) is None]:
         typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)
         raise typer.Exit(2)
-    try:  # now: the trainings take minutes
-        out.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise typer.BadParameter(f"--out {out} cannot be written: {error}") from error
+    if os.environ.get("RANK", "0") == "0":  # who writes it finds out now: the trainings take minutes
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=out).close()
+        except OSError as error:
+            raise typer.BadParameter(f"--out {out} cannot be written: {error}") from error
     if not launch.is_rank():
         command = launch.trigram_command(sys.argv[1:])
         more: dict[str, str] = {}

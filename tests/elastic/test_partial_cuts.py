@@ -52,6 +52,7 @@ def test_all_agree_who_goes_on(cuts: tuple[tuple[int, int], ...], several_hosts:
     assert time.monotonic() - began < 45
     for rank, (last, why) in enumerate(results):
         assert (last is None and "continue the job" in why) if rank in stops else last == stay, results
+        assert "hear them, and have evicted them" in why or rank in stay, results
 
 
 def broken(rank: int, world: int, breaks: dict[int, int]) -> tuple[Any, str]:

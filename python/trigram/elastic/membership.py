@@ -409,10 +409,12 @@ def _check_quorum(known: Knowledge, may_wait: bool) -> bool:
         return True
     if may_wait and known.leaving():
         return False
+    refusing = known.lost("refused")
+    evicted = f"; ranks {listed(sorted(refusing))} hear them, and have evicted them" if refusing else ""
     raise NoQuorumError(
         f"elastic: ranks {listed(known.reachable)} of {len(known.members)} cannot reach ranks "
-        f"{listed(alive)}, which may continue the job; ranks {listed(known.reachable)} stop. Restart "
-        "them when the network works again",
+        f"{listed([r for r in alive if r not in refusing] or alive)}{evicted}. The others may continue the "
+        f"job; ranks {listed(known.reachable)} stop. Restart them when the network works again",
         alive[0],
     )
 

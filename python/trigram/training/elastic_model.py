@@ -8,7 +8,7 @@ kept.
 A new rank contributes nothing to its first pass. Meanwhile it receives weights, optimizer state and
 everything else that belongs to the training state from the lowest rank that has it, as of the beginning of
 the step. With the averages of that step applied, it then holds what all ranks hold (as in the live recovery
-of torchft).
+of torchft). Where weights are averaged, its weights come from the mean that all take (ADR 63).
 """
 
 from __future__ import annotations

@@ -544,6 +544,24 @@ def test_only_the_joining_rank_waits_for_its_state(algorithm: str) -> None:
     assert (results[2]["count"], results[2]["place"], results[2]["moments"]) == (3, 0, 4), results
 
 
+@pytest.mark.parametrize("algorithm", ["async", "local_sgd"])
+def test_a_rank_is_lost_while_another_loads(algorithm: str) -> None:
+    """The others wait for the joining rank then, which has its state and goes on with them."""
+    with Ranks(2, joins_slowly, algorithm, True) as ranks:
+        for rank in range(2):
+            ranks.await_said(rank, "trains")
+        ranks.env["WORLD_SIZE"] = "3"
+        ranks.restart(2, joins_slowly, algorithm, True)
+        ranks.await_said(2, "loads", 60)
+        ranks.signal(1, signal.SIGKILL)
+        time.sleep(1)
+        (ranks.dir / "flag-trained-on").touch()
+        ranks.await_said(2, "trains", 60)
+        (ranks.dir / "flag-over").touch()
+        results = ranks.results(60, dies=[1])
+    assert (results[2]["count"], results[2]["place"], results[2]["moments"]) == (3, 0, 4), results
+
+
 class _NeverSent:
     """Stands for a message that has not left when its sender dies."""
 

@@ -71,6 +71,23 @@ def test_one_more_than_there_were() -> None:
     torch.testing.assert_close(got["weights"], reference(history), rtol=1e-7, atol=1e-10)
 
 
+def test_several_join_at_once() -> None:
+    """One broadcast brings all of them the state."""
+    world, steps = 2, 250
+    with Ranks(world, train, steps, "gradient_allreduce", None, 0.01, transport="tcp") as ranks:
+        await_step(ranks, 0, 5)
+        ranks.env["WORLD_SIZE"] = "5"
+        for rank in (2, 3, 4):
+            come(ranks, rank, steps, "gradient_allreduce", None, 0.01, True)
+        results = ranks.results(120)
+    got = the_same(results, [0, 1, 2, 3, 4])
+    history = list(results[0]["history"])
+    assert history[-1] == (0, 1, 2, 3, 4)
+    for entered in sorted({results[rank]["first"] for rank in (2, 3, 4)}):
+        history[entered] = history[entered - 1]
+    torch.testing.assert_close(got["weights"], reference(history), rtol=1e-7, atol=1e-10)
+
+
 def test_a_joining_rank_that_is_the_lowest_leads() -> None:
     """Ranks 0 and 1 die; when 0 is back, it alone answers join requests, and admits 1."""
     world, steps = 3, 200
@@ -574,15 +591,15 @@ class _NeverSent:
 
 def loses_its_source(rank: int, world: int, algorithm: str) -> dict[str, Any]:
     if rank == 0:
-        send = collectives.send
+        broadcast = collectives.broadcast
 
-        def keeps_the_state(t: torch.Tensor, dst: int, tag: int = 0, *args: Any, **options: Any) -> Any:
-            if t.dtype == torch.uint8:
+        def keeps_the_state(t: torch.Tensor, src: int, *args: Any, **options: Any) -> Any:
+            if t.dtype == torch.uint8 and options.get("async_op"):
                 say("has the state to send")
                 return _NeverSent()
-            return send(t, dst, tag, *args, **options)
+            return broadcast(t, src, *args, **options)
 
-        collectives.send = keeps_the_state  # type: ignore[assignment]
+        collectives.broadcast = keeps_the_state
     trigram.init(elastic=True)
     net = model()
     opt = optimizer(net)

@@ -30,14 +30,12 @@ from trigram.elastic import draining, local_state, losses, membership, places
 from trigram.elastic.answers import Answers
 from trigram.elastic.membership import Membership, MembershipChange, current, is_loss
 from trigram.elastic.recovery import leave, recover
+from trigram.elastic.state_transfer import StateTransfer
 from trigram.errors import MismatchError, MisuseError, TrigramError
 from trigram.runtime import job
 from trigram.runtime.group import Group
 from trigram.runtime.records import broadcast_bytes
 from trigram.runtime.world import REPLICA_ORDINALS
-
-_STATE_TAG = 5
-"""The tag of the messages that bring the training state to a new rank."""
 
 
 class Stateful(Protocol):
@@ -163,8 +161,7 @@ class ElasticModel:
         serialization.pack(
             [s.state_dict() for s in self.states], "with_bagua: elastic=True, optimizer and states"
         )
-        self.sending: list[collectives.Work] = []
-        self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
+        self.transfer = StateTransfer()
         self.arrived: list[int] = []
         self.is_new = self.behind = False
         self._stay, self._history = job.here().stay, current()[1].history
@@ -187,7 +184,7 @@ class ElasticModel:
     @property
     def newcomer(self) -> bool:
         """Whether this rank has not received the training state yet."""
-        return self.receiving is not None
+        return self.transfer.receiving is not None
 
     @property
     def is_idle(self) -> bool:
@@ -243,7 +240,7 @@ class ElasticModel:
         Raises:
             MismatchError: This rank's model or algorithm is not that of the job.
         """
-        self.receiving = None
+        self.transfer.receiving = None  # the epoch has ended in which it was to come
         if not fresh:
             if (ranks := places.training_group()) is not group:
                 self.groups.group.become(ranks)
@@ -306,20 +303,9 @@ class ElasticModel:
         """Starts to send the training state to new ranks, in the background of the training."""
         rank = control.ranks[control.rank]
         if rank == source and self.newcomers:
-            state = serialization.pack(self._state(), "elastic: the training state for a joining rank")
-            size = torch.tensor([state.numel()], device="cpu")
-            for newcomer in self.newcomers:
-                for message in (size.clone(), state):
-                    work = collectives.send(message, newcomer, _STATE_TAG, control, async_op=True)
-                    assert work is not None
-                    self.sending.append(work)
+            self.transfer.send(self._state(), self.newcomers, control)
         elif rank in self.newcomers:
-            size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            collectives.recv(size, source, _STATE_TAG, control)
-            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            work = collectives.recv(data, source, _STATE_TAG, control, async_op=True)
-            assert work is not None
-            self.receiving = data, work, source
+            self.transfer.expect(source, self.newcomers, control)
 
     def _state(self) -> dict[str, Any]:
         model = self.model()
@@ -334,13 +320,6 @@ class ElasticModel:
             weights = [p for p in weights if not coalesced.as_real(p.detach()).is_floating_point()]
         return [*weights, *model.buffers()]
 
-    def _release_sent(self) -> None:
-        """Releases the memory of transfers that have ended."""
-        for work in [w for w in self.sending if w.is_completed()]:
-            self.sending.remove(work)
-            with contextlib.suppress(TrigramError):  # the receiver is lost: the next pass raises that
-                work.wait()
-
     def abort_calls(self) -> None:
         """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
         self.groups.line.clear()
@@ -354,17 +333,15 @@ class ElasticModel:
     @torch.no_grad()
     def receive(self) -> None:
         """On a new rank: waits for the training state and loads it. Elsewhere: does nothing."""
-        if self.receiving is None:
+        if self.transfer.receiving is None:
             return
-        data, work, source = self.receiving
-        work.wait()
-        state = serialization.unpack(data, source)
+        state = self.transfer.receive()
         model = self.model()
         assert model is not None
         coalesced.copy_all(self._sent(model), state["tensors"])
         for stateful, theirs in zip(self.states, state["states"], strict=True):
             stateful.load_state_dict(theirs)
-        self.receiving = None
+        self.transfer.receiving = None
 
     # What training calls; trigram.training.elasticity.FixedRanks has the same for jobs whose ranks are fixed.
 
@@ -416,7 +393,7 @@ class ElasticModel:
             mine.counted = counted
             mine.newcomer, mine.change_pending, mine.stateless = False, change_pending, frozenset()
             self.arrived = []
-            self._release_sent()
+            self.transfer.release_sent()
             return
 
     def boundary(self, step: Callable[[], bool]) -> None:
@@ -468,7 +445,7 @@ class ElasticModel:
         """A step is over that all members have made: who has joined has the training state."""
         self.has_state()
         self.arrived, self.is_new = [], False
-        self._release_sent()
+        self.transfer.release_sent()
 
     def has_state(self) -> None:
         """Records that all members have the training state now."""

@@ -84,13 +84,15 @@ def _script(folder: Path, text: str) -> str:
 
 def test_launchers_meet(tmp_path: Path) -> None:
     """With other numbers of ranks; a third one is told that all are there, and nobody waits for it."""
-    port, script = free_port(), _script(tmp_path, "import time; time.sleep(8)\n" + SAYS)
+    waits = "import os, pathlib, time\npathlib.Path('up' + os.environ['RANK']).touch()\n"
+    waits += "while not pathlib.Path('go').exists(): time.sleep(0.05)\n"
+    port, script = free_port(), _script(tmp_path, waits + SAYS)
     two = [_launcher(tmp_path, port, "-n", str(n), script, f"of{n}") for n in (2, 1)]
-    until(lambda: not _free(port), 30, "the store")
-    time.sleep(5)
+    until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(3)), 60, "the ranks")
     code, errors, _ = _ended([_launcher(tmp_path, port, "-n", "1", script, "late")])[0]
     assert code == 2
     says(" ".join(errors.replace("│", "").split()), "2 launchers have come", "already")
+    (tmp_path / "go").touch()
     began = time.monotonic()
     found = _ended(two)
     assert time.monotonic() - began < 25

@@ -15,7 +15,8 @@ import torch
 
 import trigram
 from tests.support import elastic_run, netns
-from tests.support.harness import Ranks, await_flag, say
+from tests.support.harness import Ranks, await_flag, say, until
+from trigram.runtime import world as world_now
 
 pytestmark = pytest.mark.waits
 
@@ -91,12 +92,13 @@ def test_all_agree_after_connections_have_broken(
 
 
 def named(rank: int, world: int) -> tuple[int, str]:
-    """Who is lost, and why, some time after the cut."""
+    """Who is lost, and why, once all know: a call before fails for what its first rank knows."""
     trigram.init()
-    trigram.all_reduce(torch.ones(3))
+    trigram.all_to_all(torch.empty(world), torch.ones(world))  # each has heard all others
     say("in the job")
-    await_flag("cut")
-    time.sleep(5.0)
+    until(world_now.current().engine.losses, 60)
+    say("knows")
+    await_flag("all-know", 60)
     try:
         trigram.all_reduce(torch.ones(3))
     except trigram.PeerLostError as error:
@@ -113,7 +115,9 @@ def test_who_hears_both_says_so(several_hosts: None) -> None:
                 ranks.await_said(rank, "in the job")
             for host, other in cuts:
                 netns.cut(host, other)
-            (ranks.dir / "flag-cut").touch()
+            for rank in range(4):
+                ranks.await_said(rank, "knows", 60)
+            (ranks.dir / "flag-all-know").touch()
             results = ranks.results(60)
     finally:
         for host, other in cuts:

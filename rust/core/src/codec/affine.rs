@@ -110,13 +110,15 @@ impl<const BITS: u32> Affine<BITS> {
         if BITS == 8 {
             codes.iter_mut().zip(x).for_each(|(c, &v)| *c = code(v));
         } else {
-            // Sixteen codes at a time, and then two of them to a byte.
-            let (runs, rest) = x.as_chunks::<16>();
-            let (bytes, last) = codes.split_at_mut(8 * runs.len());
-            for (bytes, run) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(runs) {
-                let pairs: [u64; 8] = bytemuck::cast(run.map(|v| u32::from(code(v)).to_le()));
-                let both = pairs.iter().map(|&p| (u64::from_le(p) | u64::from_le(p) >> 28) as u8);
-                bytes.iter_mut().zip(both).for_each(|(b, both)| *b = both);
+            // Thirty-two codes, and then two of them to a byte.
+            let (runs, rest) = x.as_chunks::<32>();
+            let (bytes, last) = codes.split_at_mut(16 * runs.len());
+            for (bytes, run) in bytes.as_chunks_mut::<16>().0.iter_mut().zip(runs) {
+                let mut each = [0u8; 32];
+                each.iter_mut().zip(run).for_each(|(c, &v)| *c = code(v));
+                let pairs: [u16; 16] = bytemuck::cast(each);
+                let both = pairs.map(|p| (u16::from_le(p) | u16::from_le(p) >> 4) as u8);
+                *bytes = both;
             }
             for (c, p) in last.iter_mut().zip(rest.chunks(2)) {
                 *c = code(p[0]) | p.get(1).map_or(0, |&v| code(v) << 4);
@@ -173,12 +175,14 @@ impl<const BITS: u32> BlockCodec for Affine<BITS> {
         if BITS == 8 {
             out.iter_mut().zip(codes).for_each(|(o, &c)| *o = value(c.into()));
         } else {
-            let (runs, rest) = out.as_chunks_mut::<16>();
-            let (bytes, last) = codes.split_at(8 * runs.len());
-            for (run, bytes) in runs.iter_mut().zip(bytes.as_chunks::<8>().0) {
-                let apart = |b: u8| ((u64::from(b) | u64::from(b) << 28) & 0xf_0000_000f).to_le();
-                let sixteen: [i32; 16] = bytemuck::cast(bytes.map(apart));
-                run.iter_mut().zip(sixteen).for_each(|(o, c)| *o = value(i32::from_le(c)));
+            let (runs, rest) = out.as_chunks_mut::<32>();
+            let (bytes, last) = codes.split_at(16 * runs.len());
+            for (run, bytes) in runs.iter_mut().zip(bytes.as_chunks::<16>().0) {
+                let mut apart = [0u8; 32];
+                for (two, b) in apart.as_chunks_mut::<2>().0.iter_mut().zip(bytes) {
+                    *two = [b & 15, b >> 4];
+                }
+                run.iter_mut().zip(apart).for_each(|(o, c)| *o = value(c.into()));
             }
             for (p, &c) in rest.chunks_mut(2).zip(last) {
                 p[0] = value((c & 15).into());

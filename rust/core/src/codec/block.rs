@@ -34,6 +34,9 @@ pub trait BlockCodec: Send + Sync {
     }
 }
 
+/// The values of these blocks.
+const RUN: usize = TOGETHER * SHORT;
+
 /// [`TOGETHER`] short blocks, as one.
 struct Together<'a, C>(&'a C);
 
@@ -88,7 +91,6 @@ impl<C: BlockCodec> Codec for Blocks<C> {
                 let mut keep = keep; // moved out, so that it is inlined: see below
                 if block == SHORT {
                     // The compiler knows their length, and unrolls what is done to one of them.
-                    const RUN: usize = TOGETHER * SHORT;
                     let (whole, together, mut room) = (n / RUN * RUN, Together(codec), [[0f32; RUN]; 2]);
                     let (runs, rest) = out.split_at_mut(whole / SHORT * step);
                     for (at, out) in (0..whole).step_by(RUN).zip(runs.chunks_exact_mut(TOGETHER * step)) {
@@ -118,13 +120,15 @@ impl<C: BlockCodec> Codec for Blocks<C> {
                 // inlined where it is large, and the loops be compiled for the oldest processor.
                 let mut out = out;
                 if block == SHORT {
-                    let (whole, mut room) = (n / SHORT * SHORT, [0f32; SHORT]);
-                    let (codes, rest) = code.split_at(whole / SHORT * step);
-                    for (at, code) in (0..whole).step_by(SHORT).zip(codes.chunks_exact(step)) {
-                        decode_block(codec, code, &mut out, (at, SHORT), &mut room);
+                    // By runs: a block that is read again as soon as it is written waits for its writes.
+                    let (whole, together, mut room) = (n / RUN * RUN, Together(codec), [0f32; RUN]);
+                    let (runs, rest) = code.split_at(whole / SHORT * step);
+                    for (at, code) in (0..whole).step_by(RUN).zip(runs.chunks_exact(TOGETHER * step)) {
+                        decode_block(&together, code, &mut out, (at, RUN), &mut room);
                     }
-                    if whole < n {
-                        decode_block(codec, rest, &mut out, (whole, n - whole), &mut room);
+                    let mut room = [0f32; SHORT];
+                    for (at, code) in (whole..n).step_by(SHORT).zip(rest.chunks(step)) {
+                        decode_block(codec, code, &mut out, (at, SHORT.min(n - at)), &mut room);
                     }
                     return;
                 }
@@ -153,6 +157,11 @@ fn encode_block<C: BlockCodec, const LEN: usize>(
     let (wide, back) = (&mut wide[..len], &mut back[..len]);
     let x: &[f32] = match (src, &*keep) {
         (Values::F32(x), Keep::Nothing | Keep::Remainder(_)) => &x[range.clone()],
+        (Values::F32(x), Keep::Feedback(r)) => {
+            let sums = x[range.clone()].iter().zip(&r[range.clone()]).map(|(x, r)| x + r);
+            wide.iter_mut().zip(sums).for_each(|(w, sum)| *w = sum);
+            wide
+        }
         (_, keep) => {
             widen(src, range.clone(), wide);
             if let Keep::Feedback(r) = keep {

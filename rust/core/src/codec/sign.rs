@@ -7,6 +7,13 @@ use super::block::{BlockCodec, INFINITE, largest};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sign;
 
+/// Eight bits, each in a byte of its own, as one byte: the product adds up each of them, shifted to its place, in the
+/// highest byte.
+#[inline(always)]
+fn gathered(bits: [u8; 8]) -> u8 {
+    (u64::from_le_bytes(bits).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8
+}
+
 impl BlockCodec for Sign {
     #[inline(always)]
     fn size(&self, n: usize) -> usize {
@@ -17,8 +24,8 @@ impl BlockCodec for Sign {
     fn encode(&self, x: &[f32], out: &mut [u8]) {
         let (head, bits) = out.split_at_mut(4);
         let mut sums = [0f64; 8];
-        let chunks = x.chunks_exact(8);
-        chunks.remainder().iter().for_each(|v| sums[0] += f64::from(v.abs()));
+        let (chunks, rest) = x.as_chunks::<8>();
+        rest.iter().for_each(|v| sums[0] += f64::from(v.abs()));
         for chunk in chunks {
             sums.iter_mut().zip(chunk).for_each(|(s, v)| *s += f64::from(v.abs()));
         }
@@ -30,8 +37,14 @@ impl BlockCodec for Sign {
         if scale.is_nan() {
             return bits.fill(0);
         }
-        for (byte, eight) in bits.iter_mut().zip(x.chunks(8)) {
-            *byte = (0..).zip(eight).fold(0, |b, (k, v)| b | ((v.to_bits() >> 31) << k) as u8);
+        let (bytes, last) = bits.split_at_mut(chunks.len());
+        for (byte, eight) in bytes.iter_mut().zip(chunks) {
+            let mut signs = [0u8; 8];
+            signs.iter_mut().zip(eight).for_each(|(sign, v)| *sign = (v.to_bits() >> 31) as u8);
+            *byte = gathered(signs);
+        }
+        for byte in last {
+            *byte = (0..).zip(rest).fold(0, |b, (k, v)| b | ((v.to_bits() >> 31) << k) as u8);
         }
     }
 
@@ -39,10 +52,14 @@ impl BlockCodec for Sign {
     fn decode(&self, code: &[u8], out: &mut [f32]) {
         let (head, bits) = code.split_at(4);
         let scale = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
-        for (&byte, eight) in bits.iter().zip(out.chunks_mut(8)) {
-            for (k, o) in (0..).zip(eight) {
-                *o = f32::from_bits(scale ^ ((u32::from(byte) >> k & 1) << 31));
-            }
+        let value = |byte: u8, k: usize| f32::from_bits(scale ^ ((u32::from(byte) >> k & 1) << 31));
+        let (eights, rest) = out.as_chunks_mut::<8>();
+        let (bytes, last) = bits.split_at(eights.len());
+        for (&byte, eight) in bytes.iter().zip(eights) {
+            *eight = std::array::from_fn(|k| value(byte, k));
+        }
+        for (&byte, rest) in last.iter().zip(rest.chunks_mut(8)) {
+            rest.iter_mut().enumerate().for_each(|(k, o)| *o = value(byte, k));
         }
     }
 }

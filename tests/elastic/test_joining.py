@@ -31,7 +31,7 @@ from tests.support.elastic_run import (
 from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, scratch, until
 from tests.support.marks import long
 from trigram import _core, collectives
-from trigram.elastic import joining, membership
+from trigram.elastic import joining, membership, state_transfer
 
 pytestmark = pytest.mark.waits
 
@@ -219,6 +219,72 @@ def test_who_does_not_fit_is_told_and_disturbs_nobody(change: str) -> None:
     assert got["steps"] == steps and got["history"][-1] == (0, 1)
     if change != "model":
         torch.testing.assert_close(got["weights"], reference([(0, 1)] * steps), rtol=1e-8, atol=1e-11)
+
+
+def gated(rank: int, world: int, run: Any, *arguments: Any) -> Any:
+    """Runs a rank that joins when others are ready to join with it."""
+    say("ready")
+    await_flag("gate", 60)
+    return run(rank, world, *arguments)
+
+
+def dies_as_it_joins(rank: int, world: int) -> None:
+    """Where it would begin to receive the state."""
+
+    def dies(*_: Any) -> None:
+        flag(f"entered-{rank}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    state_transfer.StateTransfer.expect = dies  # type: ignore[method-assign]
+    train(rank, world, 150, "gradient_allreduce", None, 0.03, True)
+
+
+@pytest.mark.parametrize("how", ["does not fit", "dies"])
+@pytest.mark.parametrize("transport", ["shm", long("tcp")])
+def test_of_several_that_join_one_does_not(how: str, transport: str) -> None:
+    """The others that join are not waited for where they are not yet, nor wait there themselves."""
+    steps = 150
+    arguments = (steps, "gradient_allreduce", None, 0.03)
+    with Ranks(2, train, *arguments, transport=transport) as ranks:
+        await_step(ranks, 0, 5)
+        ranks.env["WORLD_SIZE"] = "5"
+        for rank in (2, 3):
+            come(ranks, rank, train, *arguments, True, run=gated)
+        odd = (late, steps, "model") if how == "does not fit" else (dies_as_it_joins,)
+        come(ranks, 4, *odd, run=gated)
+        for rank in (2, 3, 4):
+            ranks.await_said(rank, "ready")
+        (ranks.dir / "flag-gate").touch()
+        results = ranks.results(90, dies=[4] if how == "dies" else [])
+    if how == "does not fit":
+        says(results[4], "MismatchError", "another model")
+    got = the_same(results, [0, 1, 2, 3])
+    assert got["steps"] == steps and got["history"][-1] == (0, 1, 2, 3)
+
+
+def its_source_dies(rank: int, world: int, joins: bool) -> dict[str, Any]:
+    if rank == 0:
+
+        def dies(*_: Any) -> None:
+            time.sleep(0.3)  # the joining rank waits for the state
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        state_transfer.StateTransfer.send = dies  # type: ignore[method-assign]
+    return train(rank, world, 100, "gradient_allreduce", None, 0.03, joins)
+
+
+def test_the_source_dies_when_it_would_send() -> None:
+    """The joining rank waits for it in with_bagua, and the others for both in the preparation of a step."""
+    port = free_port()
+    served = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    with Ranks(3, its_source_dies, False, env=env) as ranks:
+        await_step(ranks, 1, 5)
+        ranks.env["WORLD_SIZE"] = "4"
+        come(ranks, 3, True, run=its_source_dies)
+        results = ranks.results(90, dies=[0])
+    assert the_same(results, [1, 2, 3])["history"][-1] == (1, 2, 3)
+    del served
 
 
 def without_a_model(rank: int, world: int) -> list[int]:

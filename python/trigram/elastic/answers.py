@@ -66,7 +66,7 @@ class Answers(Part):
             joins: This rank has joined in this epoch.
 
         Returns:
-            Whether a rank is in a call, so that it has yet to come to what others do who are in none.
+            Whether a rank is in a call or joins, and has yet to come to what others do who are in none.
         """
         told = tell_all([_JOINS if joins else self.done, int(self.inside)], group)
         counts = [done for done, _ in told]
@@ -75,7 +75,7 @@ class Answers(Part):
             self.last = broadcast_bytes(group, self.last, counts.index(most))
         self.done = max(most, self.done)
         # Not whether one has missed an answer: it may have got it in an epoch that another loss has ended.
-        return any(inside for _, inside in told)
+        return any(inside or done == _JOINS for done, inside in told)
 
     def left(self) -> None:
         """See the class."""

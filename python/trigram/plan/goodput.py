@@ -137,7 +137,8 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
             until = max(until, now) + joins
             continue
         met += 1
-        since = chance.random() * period  # the last average; what the rank has learned after it is lost
+        # The last average, which also a change has; what the rank has learned after it is lost.
+        since = min(chance.random() * period, max(0.0, now - until))
         again += since
         silent = chance.random() < setting.silent
         # The others wait for it in their next average only.

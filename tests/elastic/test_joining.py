@@ -178,15 +178,15 @@ def test_who_is_through_lets_others_in(algorithm: str) -> None:
         assert results[r]["steps"] == steps and bool(results[r]["weights"].isfinite().all()), f"rank {r}"
 
 
-def late(rank: int, world: int, steps: int, change: str) -> str:
+def late(rank: int, world: int, steps: int, change: str, algorithm: str = "gradient_allreduce") -> str:
     """A newcomer that does not fit: what it is told."""
     try:
         if change == "model":
             trigram.init(elastic=True)
             net: Any = torch.nn.Linear(3, 3)
-            trigram.with_bagua(net, optimizer=torch.optim.Adam(net.parameters()), elastic=True)
+            trigram.with_bagua(net, algorithm, optimizer=torch.optim.Adam(net.parameters()), elastic=True)
         else:
-            train(rank, world, steps, "gradient_allreduce", None, 0.01, True)
+            train(rank, world, steps, algorithm, None, 0.01, True)
     except trigram.TrigramError as e:
         return f"{type(e).__name__}: {e}"
     finally:
@@ -198,7 +198,10 @@ UNFIT = {
     "secret": ({"TRIGRAM_SECRET": "another one, longer"}, ("AuthError", "rank 2", "TRIGRAM_SECRET")),
     "tls": ({"TRIGRAM_TLS": "1"}, ("Error", "TRIGRAM_TLS")),
     "transport": ({"TRIGRAM_TRANSPORT": "tcp"}, ("ConfigError", "TRIGRAM_TRANSPORT")),
-    "model": ({}, ("MismatchError", "rank 2", "another model")),
+    "model": (
+        {},
+        ("MismatchError", "rank 2", "another model", "(16, 20) float64 there"),
+    ),
 }
 
 
@@ -237,6 +240,19 @@ def dies_as_it_joins(rank: int, world: int) -> None:
 
     state_transfer.StateTransfer.expect = dies  # type: ignore[method-assign]
     train(rank, world, 150, "gradient_allreduce", None, 0.03, True)
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "async", "decentralized"])
+def test_who_does_not_fit_ends_without_another_error(algorithm: str) -> None:
+    """Where its hooks have not begun, nothing of them is ended."""
+    with Ranks(2, train, 150, algorithm, None, 0.01) as ranks:
+        await_step(ranks, 0, 5)
+        ranks.env["WORLD_SIZE"] = "3"
+        come(ranks, 2, 150, "model", algorithm, run=late)
+        results = ranks.results(60)
+        said = ranks.log(2)
+    says(results[2], "MismatchError", "another model")
+    assert "at the end of the job" not in said, said
 
 
 @pytest.mark.parametrize("how", ["does not fit", "dies"])

@@ -15,7 +15,7 @@ from torch import nn
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import places, recovery
-from trigram.errors import MisuseError, UnsupportedError
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.mixing.quorum import QuorumSteps
 from trigram.runtime import job, logs
 from trigram.runtime.group import Group
@@ -142,7 +142,13 @@ class WrappedModel:
             hooks = self.hooks
             part = ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
             hooks.elastic = part
-            recovery.add(part)
+            try:
+                recovery.add(part)
+            except TrigramError:  # it has not begun, so nothing of it is to be ended
+                hooks.close()
+                if isinstance(hooks, WeightSync):
+                    job.here().part(RunningModels).remove(hooks)
+                raise
             self.groups.joining = False
         if self.group.rank == 0:
             logs.info(self._line())

@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -256,10 +257,14 @@ class ElasticModel:
             trained = self.groups.trained
             mine["trained"] = [(id(p) in trained, p.requires_grad) for p in self._parameters()]
         meta = _broadcast(mine, source, control)
-        if meta["title"] != self.title or meta["layout"] != self._layout():
+        if meta["title"] != self.title:
             raise MismatchError(
-                f"elastic: rank {rank} has another model or algorithm than the job it joins, which trains "
-                f"with {meta['title']}; use the same model and algorithm"
+                f"elastic: rank {rank} has another algorithm than the job it joins, which trains with "
+                f"{meta['title']}; here it is {self.title}; use the same algorithm and options"
+            )
+        if differs := _difference(meta["layout"], self._layout()):
+            raise MismatchError(
+                f"elastic: rank {rank} has another model than the job it joins: {differs}; use the same model"
             )
         self.arrived = change.newcomers
         self.is_new = rank in change.newcomers
@@ -291,13 +296,12 @@ class ElasticModel:
         assert model is not None
         return list(model.parameters())
 
-    def _layout(self) -> str:
+    def _layout(self) -> list[str]:
         """Names, shapes and dtypes of parameters and buffers."""
         model = self.model()
         assert model is not None
-        return " ".join(
-            f"{n}{tuple(t.shape)}{t.dtype}" for n, t in [*model.named_parameters(), *model.named_buffers()]
-        )
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors]
 
     def _start_transfer(self, source: int, control: Group) -> None:
         """Starts to send the training state to new ranks, in the background of the training."""
@@ -505,6 +509,12 @@ class ElasticModel:
         collectives.all_reduce(values, "max", None, self.everyone)
         found: list[int] = values.tolist()
         return found
+
+
+def _difference(theirs: Sequence[str], mine: Sequence[str]) -> str:
+    """The first tensor that two models do not have alike; empty: there is none."""
+    pairs = zip_longest(theirs, mine, fillvalue="nothing")
+    return next((f"{a} there, {b} here" for a, b in pairs if a != b), "")
 
 
 def _broadcast(value: Any, src: int, group: Group) -> Any:

@@ -12,7 +12,7 @@
 //! | 1 | the largest exponent |
 //! | 2 | how many values have an exponent of their own |
 //! | n | sign (high bit) and the first seven bits of the fraction |
-//! | 3 ceil(n / 8) | in three bits each, how far the exponent is below the largest; 7: it has one of its own |
+//! | 96 | in three bits each, how far the exponent is below the largest; 7: it has one of its own; see `pack` |
 //! | kind n | the low bytes of the fractions |
 //! | one each | the exponents of their own |
 //!
@@ -29,6 +29,10 @@ const RAW: u8 = 0xff;
 const HEAD: usize = 4;
 /// The distance of an exponent that is in the list.
 const OWN: u8 = 7;
+/// The bits of the exponent.
+const EXPONENT: u32 = 0x7f80_0000;
+/// Values of a row: the distances of a block are packed as eight rows.
+const ROW: usize = BLOCK / 8;
 
 /// The most bytes that `n` values can take.
 pub fn worst(n: usize) -> usize {
@@ -50,9 +54,13 @@ pub fn encode(values: &[f32], out: &mut [u8]) -> Result<usize> {
     Ok(crate::vector::unit().dispatch(
         #[inline(always)]
         move || {
-            let mut at = 0;
-            for block in values.chunks(BLOCK) {
+            // Whole blocks have a loop of their own, whose length the compiler knows.
+            let ((blocks, rest), mut at) = (values.as_chunks::<BLOCK>(), 0);
+            for block in blocks {
                 at += encode_block(block, &mut out[at..]);
+            }
+            if !rest.is_empty() {
+                at += encode_block(rest, &mut out[at..]);
             }
             at
         },
@@ -67,12 +75,15 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
     for (u, value) in bits.iter_mut().zip(values) {
         *u = value.to_bits();
     }
-    let (mut any, mut top) = (0u32, 0u8);
+    let (mut any, mut top, mut uppers) = (0u32, 0u8, [0u16; BLOCK]);
     for k in 0..BLOCK {
         let u = bits[k];
         any |= u;
-        exponents[k] = (u >> 23) as u8;
-        heads[k] = ((u >> 24) as u8 & 0x80) | ((u >> 16) as u8 & 0x7f);
+        uppers[k] = (u >> 16) as u16;
+    }
+    for (k, &upper) in uppers.iter().enumerate() {
+        exponents[k] = (upper >> 7) as u8;
+        heads[k] = (upper >> 8) as u8 & 0x80 | upper as u8 & 0x7f;
     }
     for exponent in exponents {
         top = top.max(exponent);
@@ -93,17 +104,11 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
         codes[k] = (top - exponents[k]).min(OWN);
     }
     codes[n..].fill(0);
-    for (at, eight) in codes.chunks_exact(8).enumerate() {
-        // Few groups have any, and going through all values would take most of the time.
-        if has_own(u64::from_le_bytes(eight.try_into().unwrap_or_default())) {
-            for k in 8 * at..8 * at + 8 {
-                own[count] = exponents[k];
-                count += usize::from(codes[k] == OWN);
-            }
-        }
-    }
-    let packed = 3 * n.div_ceil(8);
-    let size = HEAD + n + packed + low * n + count;
+    each_own(&codes, |k| {
+        own[count % BLOCK] = exponents[k];
+        count += 1;
+    });
+    let size = HEAD + n + 3 * ROW + low * n + count;
     if size > 4 * n {
         out[0] = RAW;
         for (bytes, u) in out[1..].chunks_exact_mut(4).zip(&bits[..n]) {
@@ -116,14 +121,8 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
     out[2..4].copy_from_slice(&(count as u16).to_le_bytes());
     let (place, rest) = out[HEAD..size].split_at_mut(n);
     place.copy_from_slice(&heads[..n]);
-    let (place, rest) = rest.split_at_mut(packed);
-    for (three, eight) in place.chunks_exact_mut(3).zip(codes.chunks_exact(8)) {
-        let mut x = u64::from_le_bytes(eight.try_into().unwrap_or_default());
-        x = (x | x >> 5) & 0x003f_003f_003f_003f;
-        x = (x | x >> 10) & 0x0000_0fff_0000_0fff;
-        x |= x >> 20;
-        three.copy_from_slice(&x.to_le_bytes()[..3]);
-    }
+    let (place, rest) = rest.split_at_mut(3 * ROW);
+    place.copy_from_slice(pack(&codes).as_flattened());
     let (place, rest) = rest.split_at_mut(low * n);
     match low {
         1 => place.iter_mut().zip(&bits[..n]).for_each(|(byte, u)| *byte = (u >> 8) as u8),
@@ -137,10 +136,59 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
     size
 }
 
-/// Whether one of eight distances is [`OWN`].
+/// The distances of a block in three bits each. The first row is in the lowest bits, and rows lie above each other, not
+/// side by side, so that one instruction packs as many values as a vector has bytes.
 #[inline(always)]
-fn has_own(eight: u64) -> bool {
-    eight & eight >> 1 & eight >> 2 & 0x0101_0101_0101_0101 != 0
+fn pack(codes: &[u8; BLOCK]) -> [[u8; ROW]; 3] {
+    let (rows, mut out) = (codes.as_chunks::<ROW>().0, [[0; ROW]; 3]);
+    for k in 0..ROW {
+        out[0][k] = rows[0][k] | rows[1][k] << 3 | rows[2][k] << 6;
+        out[1][k] = rows[2][k] >> 2 | rows[3][k] << 1 | rows[4][k] << 4 | rows[5][k] << 7;
+        out[2][k] = rows[5][k] >> 1 | rows[6][k] << 2 | rows[7][k] << 5;
+    }
+    out
+}
+
+/// The inverse of [`pack`].
+#[inline(always)]
+fn unpack(packed: &[[u8; ROW]; 3]) -> [u8; BLOCK] {
+    let [a, b, c] = packed;
+    let mut rows = [[0; ROW]; 8];
+    for k in 0..ROW {
+        rows[0][k] = a[k] & 7;
+        rows[1][k] = a[k] >> 3 & 7;
+        rows[2][k] = (a[k] >> 6 | b[k] << 2) & 7;
+        rows[3][k] = b[k] >> 1 & 7;
+        rows[4][k] = b[k] >> 4 & 7;
+        rows[5][k] = (b[k] >> 7 | c[k] << 1) & 7;
+        rows[6][k] = c[k] >> 2 & 7;
+        rows[7][k] = c[k] >> 5;
+    }
+    bytemuck::cast(rows)
+}
+
+/// Calls `found` with the place of each distance that is [`OWN`], in order. Few are, so groups of eight that have some are
+/// looked for first, without a branch.
+#[inline(always)]
+fn each_own(codes: &[u8; BLOCK], mut found: impl FnMut(usize)) {
+    let eights = codes.as_chunks::<8>().0;
+    let marks = |eight: &[u8; 8]| {
+        let x = u64::from_le_bytes(*eight);
+        x & x >> 1 & x >> 2 & 0x0101_0101_0101_0101
+    };
+    let mut groups = 0u32;
+    for (k, eight) in eights.iter().enumerate() {
+        groups |= u32::from(marks(eight) != 0) << k;
+    }
+    while groups != 0 {
+        let group = groups.trailing_zeros() as usize;
+        groups &= groups - 1;
+        let mut left = marks(&eights[group]);
+        while left != 0 {
+            found(8 * group + left.trailing_zeros() as usize / 8);
+            left &= left - 1;
+        }
+    }
 }
 
 /// What becomes of decoded values.
@@ -164,9 +212,12 @@ pub fn decode(code: &[u8], out: &mut [f32], then: Then, from: u32) -> Result<()>
     let rest = crate::vector::unit().dispatch(
         #[inline(always)]
         move || {
-            let mut code = code;
-            for block in out.chunks_mut(BLOCK) {
+            let ((blocks, rest), mut code) = (out.as_chunks_mut::<BLOCK>(), code);
+            for block in blocks {
                 code = decode_block(code, block, then)?;
+            }
+            if !rest.is_empty() {
+                code = decode_block(code, rest, then)?;
             }
             Some(code.len())
         },
@@ -182,6 +233,8 @@ pub fn decode(code: &[u8], out: &mut [f32], then: Then, from: u32) -> Result<()>
 fn decode_block<'a>(code: &'a [u8], out: &mut [f32], then: Then) -> Option<&'a [u8]> {
     let n = out.len();
     let mut bits = [0u32; BLOCK];
+    // The places of values whose exponents are in the list, and this.
+    let (mut places, mut found, mut exponents) = ([0u8; BLOCK], 0, &[][..]);
     let (&kind, after) = code.split_first()?;
     let rest = match kind {
         ZERO => after,
@@ -197,35 +250,26 @@ fn decode_block<'a>(code: &'a [u8], out: &mut [f32], then: Then) -> Option<&'a [
             let (head, rest) = after.split_at_checked(HEAD - 1)?;
             let (top, count) = (head[0], usize::from(u16::from_le_bytes([head[1], head[2]])));
             let (heads, rest) = rest.split_at_checked(n)?;
-            let (packed, rest) = rest.split_at_checked(3 * n.div_ceil(8))?;
+            let (packed, rest) = rest.split_first_chunk::<{ 3 * ROW }>()?;
             let (lows, rest) = rest.split_at_checked(low * n)?;
             let (own, rest) = rest.split_at_checked(count)?;
-            let (mut codes, mut places, mut found) = ([0u8; BLOCK], [0u8; BLOCK], 0);
-            for (at, (eight, three)) in codes.chunks_exact_mut(8).zip(packed.chunks_exact(3)).enumerate() {
-                let mut x = u64::from(u32::from_le_bytes([three[0], three[1], three[2], 0]));
-                x = (x | x << 20) & 0x0000_0fff_0000_0fff;
-                x = (x | x << 10) & 0x003f_003f_003f_003f;
-                x = (x | x << 5) & 0x0707_0707_0707_0707;
-                eight.copy_from_slice(&x.to_le_bytes());
-                if has_own(x) {
-                    for (k, &code) in eight.iter().enumerate() {
-                        places[found] = (8 * at + k) as u8;
-                        found += usize::from(code == OWN);
-                    }
-                }
-            }
-            let (mut exponents, mut whole) = ([0u8; BLOCK], [0u8; BLOCK]);
+            let codes = unpack(&bytemuck::cast(*packed));
+            each_own(&codes, |k| {
+                places[found % BLOCK] = k as u8;
+                found += 1;
+            });
+            (found == count && places[..found].iter().all(|&k| usize::from(k) < n)).then_some(())?;
+            exponents = own;
+            let mut whole = [0u8; BLOCK];
             whole[..n].copy_from_slice(heads);
+            // The upper halves first: a vector has twice as many of them.
+            let mut upper = [0u16; BLOCK];
             for k in 0..BLOCK {
-                exponents[k] = top.wrapping_sub(codes[k]);
+                let (head, exponent) = (u16::from(whole[k]), u16::from(top.wrapping_sub(codes[k])));
+                upper[k] = (head & 0x80) << 8 | exponent << 7 | head & 0x7f;
             }
-            (found == count).then_some(())?;
-            for (&place, &exponent) in places[..found].iter().zip(own) {
-                exponents[usize::from(place)] = exponent;
-            }
-            for k in 0..BLOCK {
-                let (head, exponent) = (u32::from(whole[k]), u32::from(exponents[k]));
-                bits[k] = (head & 0x80) << 24 | exponent << 23 | (head & 0x7f) << 16;
+            for (u, upper) in bits.iter_mut().zip(upper) {
+                *u = u32::from(upper) << 16;
             }
             match low {
                 1 => bits.iter_mut().zip(lows).for_each(|(u, &byte)| *u |= u32::from(byte) << 8),
@@ -241,6 +285,11 @@ fn decode_block<'a>(code: &'a [u8], out: &mut [f32], then: Then) -> Option<&'a [
         }
         _ => return None,
     };
+    // These few are done alone. In their places among the bits, all that reads these would wait for the writes.
+    let mut before = [0f32; BLOCK];
+    for (value, &k) in before.iter_mut().zip(&places[..found]) {
+        *value = out[usize::from(k)];
+    }
     match then {
         Then::Write => out.iter_mut().zip(&bits).for_each(|(value, &u)| *value = f32::from_bits(u)),
         Then::Add => out.iter_mut().zip(&bits).for_each(|(value, &u)| *value += f32::from_bits(u)),
@@ -248,6 +297,15 @@ fn decode_block<'a>(code: &'a [u8], out: &mut [f32], then: Then) -> Option<&'a [
             let ranks = ranks as f32;
             out.iter_mut().zip(&bits).for_each(|(value, &u)| *value = (*value + f32::from_bits(u)) / ranks);
         }
+    }
+    for ((&k, &exponent), before) in places[..found].iter().zip(exponents).zip(before) {
+        let k = usize::from(k);
+        let value = f32::from_bits(bits[k] & !EXPONENT | u32::from(exponent) << 23);
+        out[k] = match then {
+            Then::Write => value,
+            Then::Add => before + value,
+            Then::Mean(ranks) => (before + value) / ranks as f32,
+        };
     }
     Some(rest)
 }

@@ -59,6 +59,17 @@ def test_faults_that_overlap(ranks: int, mtbf: float) -> None:
         assert found.goodput < 1
 
 
+@pytest.mark.parametrize("mtbf", [1.0, HOUR, 100 * HOUR])
+def test_nothing_is_counted_twice(mtbf: float) -> None:
+    """Also where ranks are lost faster than others come."""
+    for every, weights in ((1, False), (1, True), (5000, True), (0, True)):
+        found = elastic(
+            replace(RARE, mtbf=mtbf, transfer=700.0, moments=500.0), Meeting("", (), every, weights)
+        )
+        assert 0.0 <= found.goodput <= 1.0 and min(astuple(found)) >= 0.0, (every, found)
+        assert abs(sum(astuple(found)) - 1.0) < 1e-9, (every, found)
+
+
 def test_more_ranks_and_more_faults_cost_more() -> None:
     for one in (restarted, *(lambda s, m=m: elastic(s, m) for m in meetings(32))):
         goodputs = [one(replace(RARE, ranks=n)).goodput for n in (100, 1000, 10_000, 100_000)]

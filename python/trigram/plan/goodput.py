@@ -118,6 +118,7 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
     """An elastic job, through so many faults."""
     chance = random.Random(seed)
     now = until = waited = away = again = 0.0  # `until`: no rank trains before
+    admits = -1.0  # the last change in which ranks join
     change = setting.regroup + (setting.mean if meeting.weights else 0.0)
     period, state = meeting.every * setting.step, setting.moments if meeting.weights else setting.transfer
     # A joining rank receives its state while the others train. They wait for it in their next average.
@@ -134,7 +135,9 @@ def elastic(setting: Setting, meeting: Meeting, seed: int = 0, faults: int = FAU
         now = then
         if then < fault:
             heapq.heappop(coming)
-            until = max(until, now) + joins
+            if now > admits:  # who comes before the next change joins in it too, and one broadcast serves all
+                admits = max(until, now)
+                until = admits + joins
             continue
         met += 1
         # The last average, which also a change has; what the rank has learned after it is lost.

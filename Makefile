@@ -33,6 +33,10 @@ test:  ## what CI runs: formatting, lints, layers, Rust and Python tests, types,
 	$(MAKE) -j2 .venv/ready lint-rust  # what is downloaded comes beside what is compiled
 	$(MAKE) lint-python test-rust test-python
 
+# Of benches only what would fail when they run: a function that has another signature now, or is gone.
+BENCHES_TYPES = --explicit-package-bases --follow-imports=silent $(addprefix --disable-error-code=,arg-type \
+	assignment func-returns-value import-not-found override return-value union-attr var-annotated)
+
 lint: lint-rust lint-python  ## formatting, lints, layers
 
 lint-rust:  ## formatting, clippy, docs of Rust
@@ -52,6 +56,7 @@ test-rust:  ## Rust tests
 
 test-python: build  ## types and Python tests
 	$(BIN)/mypy
+	MYPYPATH=python:benches $(BIN)/mypy $(BENCHES_TYPES) benches/*.py
 	$(BIN)/python tools/run_tests.py
 
 # What `make test` leaves out: tests marked `long`, see CONTRIBUTING.md.

@@ -65,7 +65,7 @@ class AtOnce(dist.ProcessGroup):
     """A process group whose sums do nothing: what remains is the time that torch itself takes."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1)
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch has this form too
         self.work = dist.group.WORLD.allreduce([torch.zeros(1)], AllreduceOptions())
         self.known_as = f"at once {next(_made)}"
         _register_process_group(self.known_as, self)

@@ -43,7 +43,7 @@ def iperf(where: hosts.Hosts, control: str, streams: int, seconds: int) -> float
     except (KeyError, ValueError, subprocess.TimeoutExpired):
         return 0.0
     finally:
-        hosts.end([server])
+        hosts.stop([server])
 
 
 def measure(team: Contestant, size: int, seconds: float, limit: float) -> list[float]:
@@ -68,7 +68,7 @@ def cell(args: argparse.Namespace, rate: str, delay: float, loss: float) -> None
         best, choice = max((iperf(where, *each, args.iperf), each) for each in CHOICES)
         name = f"{choice[0]} x{choice[1]}"
         for text in args.contestants:
-            team = Contestant(text, where, Path(folder), 1, "all_reduce")
+            team = Contestant(text, where, Path(folder), 1, "all_reduce", None)
             try:
                 for size in args.sizes:
                     times = measure(team, size, args.seconds, args.limit)

@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from trigram.runtime.end_signals import EndSignals
 from trigram.runtime.launch import end, free_port
 
 NETWORK = "10.79.0."
@@ -98,7 +99,7 @@ class Hosts:
     def remove(self) -> None:
         """Removes the namespaces, and with them the cables and the switch."""
         if self.forwarder is not None:
-            end([self.forwarder])
+            stop([self.forwarder])
         if self.folder is not None:
             self.folder.cleanup()
         for name in (*self.names, self.switch):
@@ -212,10 +213,10 @@ def start(
     if hosts:
         shared |= {"GLOO_SOCKET_IFNAME": INTERFACE, "TRIGRAM_IFACE": INTERFACE}
         shared["TRIGRAM_BENCH_HOSTS"] = hosts.prefix
-    signal.signal(signal.SIGTERM, leave)
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
-        stack.callback(end, processes)
+        signals = EndSignals(stack)
+        stack.callback(end, processes, signals)
         for rank in range(ranks):
             where = ["ip", "netns", "exec", hosts.names[rank % count]] if hosts else []
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank // count)}
@@ -234,11 +235,17 @@ def start(
                 # Give the other ranks time to detect the failure and report it, before they are ended.
                 deadline = time.monotonic() + GRACE_SECONDS
                 while time.monotonic() < deadline and any(each.poll() is None for each in processes):
-                    time.sleep(0.05)
+                    signals.pause(0.05)
                 break
-            time.sleep(0.05)
+            signals.pause(0.05)
         codes = [process.poll() for process in processes]
     return next((code for code in codes if code), 0)
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends programs that this one has started."""
+    with ExitStack() as stack:
+        end(processes, EndSignals(stack))
 
 
 def sent_bytes() -> int:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.net_driver import Net, Request  # noqa: E402
 
 if TYPE_CHECKING:
-    from benches.hosts import Hosts
+    from hosts import Hosts
 
 MIB = 2**20
 UNDER_WAY = 8
@@ -212,7 +212,7 @@ def candidates(args: argparse.Namespace, hosts: Hosts) -> dict[str, Callable[[],
 
 def compare(args: argparse.Namespace) -> None:
     """Measures all candidates in turns, and prints the table."""
-    from benches.hosts import Hosts  # only here: the import takes seconds, and senders do not need it
+    from hosts import Hosts  # only here: the import takes seconds, and senders do not need it
 
     with Hosts(2, args.rate) as hosts:
         all_ = candidates(args, hosts)

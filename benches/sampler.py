@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import hosts
 import paired
@@ -82,7 +83,7 @@ class Run:
         self.slow, self.epoch, costs = slow, 0, [len(s) for s in data]
         self.model, weight = GPT(), None
         if name == "random":
-            self.sampler = DistributedSampler(data, trigram.world_size(), trigram.rank(), seed=0)
+            self.sampler: Any = DistributedSampler(data, trigram.world_size(), trigram.rank(), seed=0)
             batches = {"batch_size": args.batch, "sampler": self.sampler}
         else:
             speeds = "measured" if name == "measured" else None

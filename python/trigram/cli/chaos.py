@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from trigram.runtime.end_signals import EndSignals
 from trigram.runtime.launch import end, job_environment, start_rank
@@ -166,7 +167,7 @@ class Chaos:
         self.unexpected: list[tuple[int, int]] = []
         self.finished: set[int] = set()
 
-    def __enter__(self) -> Chaos:
+    def __enter__(self) -> Self:
         temporary = tempfile.TemporaryDirectory(prefix="trigram-chaos-")
         self.dir = Path(self.stack.enter_context(temporary))
         self.logs = self.settings.logs or self.dir

@@ -12,6 +12,7 @@ LONGEST = [
     "cli/test_chaos",
     "gpu/test_routes",
     "elastic/test_joining",
+    "elastic/test_losses_while_joining",
     "algorithms/test_weights",
     "training/test_torch_modes",
     "observe/test_report",

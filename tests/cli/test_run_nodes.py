@@ -85,7 +85,8 @@ def _script(folder: Path, text: str) -> str:
 def test_launchers_meet(tmp_path: Path) -> None:
     """With other numbers of ranks; a third one is told that all are there, and nobody waits for it."""
     waits = "import os, pathlib, time\npathlib.Path('up' + os.environ['RANK']).touch()\n"
-    waits += "while not pathlib.Path('go').exists(): time.sleep(0.05)\n"
+    waits += "for _ in range(1200):  # it ends also if this test fails\n"
+    waits += "    if not pathlib.Path('go').exists(): time.sleep(0.05)\n"
     port, script = free_port(), _script(tmp_path, waits + SAYS)
     two = [_launcher(tmp_path, port, "-n", str(n), script, f"of{n}") for n in (2, 1)]
     until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(3)), 60, "the ranks")

@@ -105,7 +105,7 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
     }
     codes[n..].fill(0);
     each_own(&codes, |k| {
-        own[count % BLOCK] = exponents[k];
+        own[count % BLOCK] = exponents[k]; // at most `BLOCK` are found, which this tells the compiler
         count += 1;
     });
     let size = HEAD + n + 3 * ROW + low * n + count;
@@ -167,7 +167,7 @@ fn unpack(packed: &[[u8; ROW]; 3]) -> [u8; BLOCK] {
     bytemuck::cast(rows)
 }
 
-/// Calls `found` with the place of each distance that is [`OWN`], in order. Few are, so groups of eight that have some are
+/// Calls `found` with the place of each distance that is [`OWN`], once and in order. Few are, so groups of eight that have some are
 /// looked for first, without a branch.
 #[inline(always)]
 fn each_own(codes: &[u8; BLOCK], mut found: impl FnMut(usize)) {

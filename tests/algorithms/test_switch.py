@@ -104,6 +104,26 @@ def switch_finds_the_mean(rank: int, world: int, label: str) -> None:
 
 
 @CASES.over("decentralized", "async third", "local_sgd")
+def optimizers_are_equal_after_a_switch(rank: int, world: int, label: str) -> None:
+    """Momenta of each rank's own gradients would part the ranks again, though all have the mean gradients;
+    so would their own learning rates."""
+    kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "adam": lambda params: torch.optim.AdamW(params, lr=0.01),
+    }
+    for name, kind in kinds.items():
+        torch.manual_seed(8)
+        model = net()
+        optimizer = kind(model.parameters())
+        trigram.with_bagua(model, ROWS[label].algorithm, **ROWS[label].options)
+        go(model, optimizer, rank, 0, 5)
+        optimizer.param_groups[0]["lr"] *= 1 + rank
+        trigram.switch(model, "gradient_allreduce")
+        go(model, optimizer, rank, 5, 4)
+        same_on_all_ranks(rank, world, f"optimizers-{label}-{name}", model.parameters())
+
+
+@CASES.over("decentralized", "async third", "local_sgd")
 def switch_before_the_update(rank: int, world: int, label: str) -> None:
     """From weights to gradients between backward and step, here on one rank: that step would use this rank's
     gradients, and the ranks would never meet again. After the step, or a skipped one, it is right."""
@@ -156,6 +176,8 @@ def switch_to_nonsense(rank: int, world: int) -> None:
     run.train(3)
     says(raises(trigram.UnsupportedError, trigram.switch, run.model, "carrier_pigeon"), "carrier_pigeon")
     says(raises(trigram.UnsupportedError, trigram.switch, run.model, "topk", wings=2), "wings")
+    text = raises(trigram.UnsupportedError, trigram.switch, run.model, "topk", check_replicas=2)
+    says(text, "check_replicas", "with_bagua")
     run.train(3)
 
 

@@ -219,8 +219,9 @@ def _check_outside_blocks(wrapped: WrappedModel, what: str) -> None:
 def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None, **options: Any) -> None:
     """Trains with another algorithm from the next step on; all ranks call it, between steps.
 
-    If ranks hold different weights, they are averaged first. The state of the old algorithm (residuals, ...)
-    is dropped.
+    If ranks hold different weights, they are averaged first. Where gradients are averaged from then on, all
+    ranks also get the first rank's state of the optimizers that update the model, and their options: equal
+    gradients must make equal updates. The state of the old algorithm (residuals, ...) is dropped.
 
     Args:
         model: A model given to :func:`with_bagua`.
@@ -238,6 +239,11 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     if settle.settings(algorithm, options) is not None:
         raise UnsupportedError(f"switch: algorithm={algorithm!r} begins with with_bagua; call it there")
     _check_outside_blocks(wrapped, "switch")
+    if stays := sorted(options.keys() & _OF_MODEL):
+        raise UnsupportedError(
+            f"switch: {', '.join(stays)} is of with_bagua and stays as it is; call trigram.unwrap and "
+            "trigram.with_bagua to change it"
+        )
     chosen = find(algorithm, options)
     check(chosen, optimizer, model)
     kept = chosen.options, wrapped.algorithm.options
@@ -257,6 +263,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         if chosen.gradients or chosen.options.warmup_steps:
             _check_updated(waiting, wrapped.hooks)
         wrapped.hooks.average(model)
+        if chosen.gradients or chosen.options.warmup_steps:
+            wrapped.hooks.equal_optimizers(model)
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
         wrapped.agree(chosen, "")
@@ -276,6 +284,10 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
             wrapped.proceed()
         raise
     collect(model)
+
+
+_OF_MODEL = frozenset((with_bagua.__kwdefaults__ or {}).keys() - {"optimizer"})
+"""What ``with_bagua`` takes beside the algorithm's options."""
 
 
 def _check_updated(waiting: bool, hooks: WeightSync) -> None:

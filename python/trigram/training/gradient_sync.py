@@ -27,7 +27,7 @@ from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
 from trigram.errors import MismatchError, MisuseError, TrigramError
 from trigram.runtime.group import Group
-from trigram.training import joined_optimizers, optimizer_hooks
+from trigram.training import optimizer_hooks, shared_optimizers
 from trigram.training.buffer_broadcast import BufferBroadcast
 from trigram.training.elastic_model import ElasticModel, SharedState
 from trigram.training.gradients import in_parts
@@ -339,7 +339,8 @@ class GradientSync(StepHooks):
     def share_optimizers(self, model: nn.Module, longest: int) -> None:
         """See :class:`StepHooks`. What a script changes there itself, such as a scheduler the learning rate,
         may differ from now on."""
-        joined_optimizers.share(list(model.parameters()), longest, self.groups)
+        why = "ranks have made unequal numbers of updates"
+        shared_optimizers.share(list(model.parameters()), longest, self.groups, "join", why)
         self.since_fewer = 0
 
     @torch.no_grad()
@@ -396,7 +397,7 @@ class GradientSync(StepHooks):
         if self.since_fewer is not None and self.join is None and self.updating:
             self.since_fewer += 1
             if self.since_fewer.bit_count() == 1 and (optimizer := self.updating[-1]()) is not None:
-                joined_optimizers.check_options(self.groups, optimizer)
+                shared_optimizers.check_options(self.groups, optimizer)
         if not self.local.any(self.buckets.placed(), self.params, mine):
             return
         if not self.sync:

@@ -26,7 +26,7 @@ from trigram.observe import steps
 from trigram.runtime import job
 from trigram.runtime.group import Group
 from trigram.runtime.inference_mode import kept_tensors
-from trigram.training import adam_variance
+from trigram.training import adam_variance, shared_optimizers
 from trigram.training.boundaries import Boundaries
 from trigram.training.elastic_model import ElasticModel
 from trigram.training.fragments import Fragment, of_model
@@ -417,6 +417,13 @@ class WeightSync(StepHooks):
             mean_of(
                 [t.detach() for n, t in model.named_parameters() if n not in self.groups.ignored], self.groups
             )
+
+    def equal_optimizers(self, model: nn.Module) -> None:
+        """Gradients are averaged from now on: gives all ranks the optimizers of the first that has the
+        state."""
+        why = "each rank's optimizer has followed its own gradients"
+        source = self.groups.source()
+        shared_optimizers.share(list(model.parameters()), source, self.groups, "switch", why)
 
     def state(self) -> dict[str, Any]:
         """The number of steps, and the state of the schedule."""

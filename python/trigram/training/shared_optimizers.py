@@ -1,6 +1,9 @@
-"""Optimizers after :func:`trigram.join`: ranks with fewer inputs have made fewer updates, so their moments,
-counts and learning rates are older. All ranks get those of the rank that trained longest; otherwise ranks
-that average gradients would update equal weights differently from then on.
+"""Equal optimizers on all ranks, where ranks average gradients from now on: with unequal moments, counts or
+learning rates they would update equal weights differently.
+
+After :func:`trigram.join` ranks with fewer inputs have made fewer updates, and all get the optimizers of the
+rank that trained longest. After :func:`trigram.switch` from an average of weights each rank's moments are of
+its own gradients, and all get those of the first rank.
 """
 
 from __future__ import annotations
@@ -25,14 +28,16 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 @torch.no_grad()
-def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> None:
+def share(params: Sequence[torch.Tensor], source: int, groups: ModelGroups, what: str, why: str) -> None:
     """Gives all ranks the state and the options of one rank's optimizers of a model, and the scale of its
     GradScaler; all ranks call it.
 
     Args:
         params: The model's parameters.
-        longest: The group rank that has them.
+        source: The group rank that has them.
         groups: The model's process groups.
+        what: The call, for errors.
+        why: Why ranks may have others.
 
     Raises:
         UnsupportedError: On all ranks: a state cannot be sent.
@@ -43,42 +48,41 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
     for optimizer in sorted(optimizer_hooks.optimizers_of(set(place)), key=optimizer_hooks.last_step):
         here.setdefault(_key(optimizer, place), []).append(optimizer)
     told, tensors = torch.empty(0, dtype=torch.uint8, device="cpu"), list[torch.Tensor]()
-    if group.rank == longest:
+    if group.rank == source:
         try:  # of equal ones, that which has stepped last
             told = serialization.pack(
-                [_described(key, some[-1], place, tensors) for key, some in here.items()], "join"
+                [_described(key, some[-1], place, tensors) for key, some in here.items()], what
             )
         except UnsupportedError as error:
-            told, tensors = serialization.pack(str(error), "join"), []
-    length = tell_all([told.numel()], group)[longest][0]
-    if group.rank != longest:
+            told, tensors = serialization.pack(str(error), what), []
+    length = tell_all([told.numel()], group)[source][0]
+    if group.rank != source:
         told = torch.empty(length, dtype=torch.uint8, device="cpu")
-    calls.broadcast(told, group.ranks[longest], group)
-    found = serialization.unpack(told, group.ranks[longest])
+    calls.broadcast(told, group.ranks[source], group)
+    found = serialization.unpack(told, group.ranks[source])
     if isinstance(found, str):
         raise UnsupportedError(
-            f"{groups.name}: join: ranks have made unequal numbers of updates, and the state of an optimizer "
-            f"of rank {group.ranks[longest]} cannot be sent to the others: {found}. Give all ranks its "
-            "state_dict() after the block before they go on"
+            f"{groups.name}: {what}: {why}, and the state of an optimizer of rank {group.ranks[source]} "
+            f"cannot be sent to the others: {found}. Give all ranks its state_dict() before they go on"
         )
-    if group.rank != longest:
+    if group.rank != source:
         for described in found:
             for _, _, apart in described["state"]:
                 tensors += [
                     torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
                     for _, dtype, shape in apart.values()
                 ]
-    coalesced.broadcast(tensors, longest, group)
-    _share_scaler(longest, groups)
-    if group.rank == longest:
+    coalesced.broadcast(tensors, source, group)
+    _share_scaler(source, groups, what)
+    if group.rank == source:
         return
     received = iter(tensors)
     for described in found:
         optimizers = here.get((described["class"], tuple(map(tuple, described["key"]))), [])
         if not optimizers:
             logs.warning(
-                f"{groups.name}: join: this rank has no {described['class']} of the "
-                f"parameters of that of rank {group.ranks[longest]}; make the same optimizers on all ranks"
+                f"{groups.name}: {what}: this rank has no {described['class']} of the "
+                f"parameters of that of rank {group.ranks[source]}; make the same optimizers on all ranks"
             )
         _follow(optimizers, described, params, received)
 
@@ -154,7 +158,7 @@ def _is_plain(option: str, value: Any) -> bool:
     return isinstance(value, _PLAIN) and option not in KERNELS
 
 
-def _share_scaler(longest: int, groups: ModelGroups) -> None:
+def _share_scaler(source: int, groups: ModelGroups, what: str) -> None:
     """Gives all ranks the scale of one rank's GradScaler: with unequal scales the mean of scaled gradients is
     no mean. It is found among the objects of the process, because nothing else leads to it."""
     group = groups.control
@@ -165,13 +169,13 @@ def _share_scaler(longest: int, groups: ModelGroups) -> None:
         return
     if counts != [1] * group.size:
         logs.warning(
-            f"{groups.name}: join: ranks have {counts} GradScalers, so it is not known which belongs to the "
-            "model; give all ranks the state_dict() of the one on the rank with most inputs"
+            f"{groups.name}: {what}: ranks have {counts} GradScalers, so it is not known which belongs to "
+            f"the model; give all ranks the state_dict() of that of rank {group.ranks[source]}"
         )
         return
     state = scalers[0].state_dict()
     values = torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64, device="cpu")
-    calls.broadcast(values, group.ranks[longest], group)
+    calls.broadcast(values, group.ranks[source], group)
     scale, tracker = values.tolist()
     scalers[0].load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
 

@@ -19,6 +19,7 @@ from tests.support.algorithm_run import OPTIMIZERS, loss
 from tests.support.cases import Cases
 from tests.support.marks import long
 from trigram.algorithms import graphs
+from trigram.runtime import logs
 
 CASES = Cases()
 PARAMETERS = 6
@@ -192,6 +193,24 @@ def fewer_than_full(rank: int, world: int) -> None:
     matrices = [2 * (sum(p.shape)) for p in module.parameters() if p.dim() > 1]
     whole = [p.numel() for p in module.parameters() if p.dim() > 1 and 2 * sum(p.shape) < p.numel()]
     assert costs[4] == costs[5] < costs[1] * (sum(matrices) / sum(whole) + 0.3), costs
+
+
+@CASES.over("bytegrad", "topk", "powersgd", "lossless")
+def float64_is_sent_in_full_and_said(rank: int, world: int, algorithm: str) -> None:
+    """Nobody counts on bytes that are not saved."""
+    before = logs.warning
+    lines: list[str] = []
+    logs.warning = lambda text, *_: lines.append(text)  # type: ignore[assignment]
+    try:
+        model = large().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trigram.with_bagua(model, algorithm, **({"warmup_steps": 0} if algorithm == "powersgd" else {}))
+        model(torch.randn(8, 6).double()).square().mean().backward()
+        optimizer.step()
+    finally:
+        logs.warning = before
+    told = [line for line in lines if "float64 are sent in full" in line]
+    assert len(told) == (rank == 0), lines
 
 
 @CASES

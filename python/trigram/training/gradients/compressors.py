@@ -43,9 +43,12 @@ class GradientCompressor:
     Attributes:
         once: It replaces gradients by something else, so that a second pass before the update cannot add to
             what the first has left in them; None, or what they hold then.
+        compresses: The dtypes of gradients that it sends with fewer bytes; others are sent in full.
     """
 
     once: str | None = None
+    compresses: tuple[torch.dtype, ...] = ()
+    _told: frozenset[torch.dtype] = frozenset()
 
     def begin(self, ranks: int) -> None:
         """All buckets are about to be made, for this number of ranks."""
@@ -64,9 +67,20 @@ class GradientCompressor:
     def bucket(self, indices: Sequence[int], params: Sequence[torch.Tensor], groups: ModelGroups) -> Bucket:
         """A bucket of some parameters, by their indices, with its average; ``params``: all parameters."""
         layout = self.layout(params[indices[0]], groups)
+        if layout is None:
+            self._tell_full(params[indices[0]].dtype, groups)
         made = Bucket(indices, params, layout)
         made.average = FullAverage(made.memory, groups) if layout is None else self.average(made, groups)
         return made
+
+    def _tell_full(self, dtype: torch.dtype, groups: ModelGroups) -> None:
+        """Says once of each dtype that it is sent in full, where somebody may count on fewer bytes."""
+        if self.compresses and dtype not in (*self.compresses, *self._told) and groups.rank == 0:
+            self._told |= {dtype}
+            names = [str(each).removeprefix("torch.") for each in (dtype, *self.compresses)]
+            logs.warning(
+                f"gradients of {names[0]} are sent in full: the algorithm compresses {', '.join(names[1:])}"
+            )
 
     def end(self) -> None:
         """It averages no more gradients."""
@@ -90,6 +104,8 @@ class CodecCompressor(GradientCompressor):
         second: The codec of the second phase.
         feedback: For each phase, whether its encoding error is added in the next step (error feedback).
     """
+
+    compresses = _FLOATS
 
     def __init__(self, codec: Codec, second: Codec, feedback: tuple[bool, bool]) -> None:
         self.codec, self.second, self.feedback = codec, second, feedback
@@ -120,6 +136,7 @@ class LosslessCompressor(GradientCompressor):
     sent in full."""
 
     is_told = False
+    compresses = (torch.float32,)
 
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """Pads to whole shards."""
@@ -189,6 +206,8 @@ class MomentumCorrectedCompressor(CodecCompressor):
 
 class PowerSGDCompressor(GradientCompressor):
     """PowerSGD with matrices of ``rank`` columns."""
+
+    compresses = _FLOATS
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

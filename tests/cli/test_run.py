@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.checks import says
-from tests.support.harness import until
+from tests.support.harness import free_port, until
 from tests.support.marks import long
 from trigram.cli import app
 from trigram.runtime import launch
@@ -39,6 +39,16 @@ def test_arguments_reach_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for name in ("02", "12"):
             assert (tmp_path / name).read_text() == str(argv)
             (tmp_path / name).unlink()
+
+
+def test_a_port_of_the_store_is_used(tmp_path: Path) -> None:
+    """So that trigram status finds it from outside."""
+    command = _script(tmp_path, "pathlib.Path(sys.argv[1]).write_text(os.environ['MASTER_PORT'])")[1:]
+    said, port = tmp_path / "port", free_port()
+    done = CliRunner().invoke(app, ["run", "-n", "1", "--port", str(port), *command, str(said)])
+    assert done.exit_code == 0 and said.read_text() == str(port)
+    done = CliRunner().invoke(app, ["run", "--port", "1", "--rdzv-endpoint", "a:2", *command])
+    assert done.exit_code == 2 and "names the port already" in " ".join(done.output.split())
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,13 @@ def run_command(
         str | None, typer.Option("--python", help="With --hosts: the Python there. As here, if not given.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="With --hosts: of the store on the first.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Of the store in which the ranks meet, on the first host; else a free one. An elastic job's "
+            "trigram status, drain and evict ask there.",
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -158,6 +164,8 @@ def run_command(
         raise typer.BadParameter(
             "--hosts starts ranks over ssh, --rdzv-endpoint is for launchers on each host"
         )
+    if port is not None and endpoint is not None:
+        raise typer.BadParameter("--rdzv-endpoint HOST:PORT names the port already; leave out --port")
     if hosts is not None:
         named, python = remote.hosts(hosts), there or sys.executable
         if not named:
@@ -187,7 +195,7 @@ def run_command(
     if tee is not None:
         tee.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        more: dict[str, str] = {}
+        more = {} if port is None else {"MASTER_PORT": str(port)}
         if endpoint is not None:
             meeting = stack.enter_context(nodes.met(endpoint, several, ranks, patience, least))
             of, more, elsewhere = meeting.part, meeting.environment, meeting.tally

@@ -61,8 +61,9 @@ class FusedSteps:
         """
         if self.broken:
             raise MisuseError(
-                f"{name}: a backward pass with fused=True has failed, so ranks may hold different weights; "
-                "load a checkpoint into the model and the optimizer on all ranks, or start again from one"
+                f"{name}: a forward or backward pass with fused=True has failed, so ranks may hold different "
+                "weights: others may have updated theirs in that step; load a checkpoint into the model and "
+                "the optimizer on all ranks, or start again from one"
             )
         if self.waiting:
             raise MisuseError(

@@ -13,6 +13,7 @@ LONGEST = [
     "gpu/test_routes",
     "elastic/test_joining",
     "elastic/test_losses_while_joining",
+    "elastic/test_simulated",
     "algorithms/test_weights",
     "training/test_torch_modes",
     "observe/test_report",

@@ -4,12 +4,17 @@ it when a rank was lost.
 Such a call ends on no rank before all have begun it. So when a rank is lost, each remaining one has completed
 the last call that any has, or is in it. In the new epoch those that have completed it give the others its
 answer; if none has, all make it again.
+
+A rank that joins takes part from that call on which its script makes as those of the others do. It has the
+state of a rank between two steps, so that is the next call which that one makes. If it gets the state later,
+when that rank's step is over, the others do not know when that is: the rank says so in its next call, and the
+call after that is the first.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from trigram.collectives.consistency import tell_all
 from trigram.runtime import job, world
@@ -18,7 +23,8 @@ from trigram.runtime.job import Part
 from trigram.runtime.records import broadcast_bytes
 
 _KEY = 0x616E7377
-_JOINS = -1
+_APART = -1
+_UNKNOWN = 0
 
 
 @job.told
@@ -27,22 +33,41 @@ class Answers(Part):
 
     Attributes:
         done: So many calls this rank has completed; with those of others before it joined.
-        last: The answer of the last one.
+        last: The answer of the last one that this rank knows.
+        answered: The number of that one.
         inside: This rank is in a call.
-        alone: This rank joins: it makes calls without the others until its first step begins.
+        joins: This rank joins, and its first step has not begun: its script makes calls that the others have
+            made before.
+        first: The number, from 1, of the first call in which this rank takes part; 0: not known yet.
+        since: The same of the ranks that have joined, as far as they are not in it for long.
+        tells: This rank has sent its state to those of whom that is not known.
     """
 
     def __init__(self) -> None:
-        self.done, self.last = 0, b""
-        self.inside = self.alone = False
+        self.done, self.answered, self.last = 0, 0, b""
+        self.inside = self.joins = self.tells = False
+        self.first = 1
+        self.since: dict[int, int] = {}
         self._made_in: world.World | None = None
+        self._all: Group | None = None
         self._group: Group | None = None
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank makes its next call without the others."""
+        return self.joins or self.first == _UNKNOWN or self.done + 1 < self.first
+
     def group(self) -> Group:
-        """All members, for these calls alone: no other call of the script is aborted with them."""
+        """The ranks that take part in the next call; for these calls only, so that no other call of the
+        script is aborted with them."""
         now = world.current()
-        if self._group is None or self._made_in is not now:
-            self._made_in, self._group = now, now.beside(now.group, "elastic_all_gather", _KEY)
+        if self._all is None or self._made_in is not now:
+            self._made_in, self._group = now, None
+            self._all = now.beside(now.group, "elastic_all_gather", _KEY)
+        apart = [r for r, first in self.since.items() if first == _UNKNOWN or self.done + 1 < first]
+        here = [r for r in self._all.ranks if r not in apart]
+        if self._group is None or self._group.ranks != here:
+            self._group = self._all if not apart else now.among(self._all, self._all.name, here)
         return self._group
 
     @contextlib.contextmanager
@@ -54,28 +79,51 @@ class Answers(Part):
         finally:
             self.inside = False
 
-    def complete(self, answer: bytes) -> None:
-        """This rank has made one more call."""
+    def complete(self, answer: bytes, told: bool) -> None:
+        """This rank has made one more call; ``told``: a rank has :attr:`tells`."""
         self.done, self.last = self.done + 1, answer
+        self.answered = self.done
+        if told:
+            self.tells = False
+            self.since = {r: first or self.done + 1 for r, first in self.since.items()}
 
-    def settle(self, group: Group, joins: bool) -> bool:
+    def skip(self) -> None:
+        """This rank makes a call of its script alone."""
+        if not self.joins:
+            self.done += 1
+
+    def begin_at(self, done: int) -> None:
+        """This rank has got the state, later, of a rank that has completed so many calls; and so have those
+        that join with it."""
+        self.done, self.first = done, done + 2
+        self.since = {r: first or self.first for r, first in self.since.items()}
+
+    def settle(self, group: Group, newcomers: Collection[int], source: int, sends_now: bool) -> bool:
         """In a new epoch: completes the calls that others have completed. All members call it.
 
         Args:
             group: All members.
-            joins: This rank has joined in this epoch.
+            newcomers: Those of them that have no training state yet.
+            source: The rank from which they get it.
+            sends_now: If this rank were the source, it would send its state at once.
 
         Returns:
             Whether a rank is in a call or joins, and has yet to come to what others do who are in none.
         """
-        told = tell_all([_JOINS if joins else self.done, int(self.inside)], group)
-        counts = [done for done, _ in told]
-        most = max(counts)
-        if any(_JOINS < done < most for done in counts):
-            self.last = broadcast_bytes(group, self.last, counts.index(most))
-        self.done = max(most, self.done)
+        apart = self.alone or self.answered < self.done
+        mine = [_APART if apart else self.done, int(self.inside), int(sends_now), self.first]
+        told = dict(zip(group.ranks, tell_all(mine, group), strict=True))
+        most = max(done for done, *_ in told.values())
+        # Who joins too: it may have to tell others.
+        if any(done < most for done, *_ in told.values()):
+            holder = next(place for place, (done, *_) in enumerate(told.values()) if done == most)
+            self.last = broadcast_bytes(group, self.last, holder)
+        self.done, self.answered, self.tells = max(most, self.done), most, False
+        first = max(most, 0) + 1 if told[source][2] else _UNKNOWN
+        self.since = {r: first if r in newcomers else row[3] for r, row in told.items() if row[0] == _APART}
+        self.first = self.since.pop(group.ranks[group.rank], self.first)
         # Not whether one has missed an answer: it may have got it in an epoch that another loss has ended.
-        return any(inside or done == _JOINS for done, inside in told)
+        return any(inside or done == _APART for done, inside, *_ in told.values())
 
     def left(self) -> None:
         """See the class."""

@@ -86,7 +86,12 @@ class Knowledge:
 
     @property
     def behind(self) -> bool:
-        """Whether some ranks were in a backward pass that others had completed."""
+        """Whether some ranks have yet to come to what all do together before a pass: they were in a pass that
+        others had completed, or they come from between two steps, where others have begun the next."""
+        return self._in_earlier_pass or bool(self.table[:, _BOUNDARY].any())
+
+    @property
+    def _in_earlier_pass(self) -> bool:
         return int(self.table[:, _COMMITS].min()) < self.commits
 
     @property
@@ -99,7 +104,7 @@ class Knowledge:
     def between_steps(self) -> bool:
         """Whether all are between the same two steps."""
         here = self.table[:, _BOUNDARY].all() and not self.table[:, _COMPLETE].any()
-        return bool(here) and not self.behind
+        return bool(here) and not self._in_earlier_pass
 
     @property
     def renew(self) -> bool:

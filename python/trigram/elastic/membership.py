@@ -155,7 +155,7 @@ class MembershipChange:
         renewed: There is a new epoch; otherwise nothing has changed.
         leaves: This rank is no member any more, because it was asked to leave.
         drained: All members were asked to leave, so that none has.
-        behind: Some ranks were in a backward pass that others had completed.
+        behind: Some ranks have yet to come to what all do before a pass, see :attr:`Knowledge.behind`.
     """
 
     newcomers: list[int]

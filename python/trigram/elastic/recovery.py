@@ -48,6 +48,10 @@ class Model(Protocol):
     def model(self) -> nn.Module | None:
         """The module; None: the script has dropped it."""
 
+    @property
+    def sends_now(self) -> bool:
+        """Whether this rank would send its state at once to those that join; else when its step is over."""
+
     def describe(self) -> dict[str, Any]:
         """What changes in the job's status while an epoch lasts; any thread may call it."""
 
@@ -66,7 +70,10 @@ class Model(Protocol):
     def regroup(self, boundary: bool = True, complete: bool = False) -> MembershipChange:
         """Calls :func:`recover`, and ends the calls in which others wait for this rank."""
 
-    def receive(self) -> None:
+    def is_called(self) -> bool:
+        """Whether this rank must change the members with the others."""
+
+    def receive(self) -> object:
         """On a new rank: waits for the training state."""
 
     def end_step(self) -> None:
@@ -155,7 +162,7 @@ def join_job() -> None:
     if not joining.must_join():
         return
     joining.join()
-    job.here().part(Answers).alone = True
+    job.here().part(Answers).joins = True
     now, known = current()[0], job.here().part(_Models)
     # The members make the same call at the end of `recover`.
     with losses.caught() as lost:
@@ -171,9 +178,9 @@ def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = 
     touched = mine.replicas.touched(ranks_that(newcomer, group))
     newcomers = [r for r in group.ranks if r in touched]
     mine.newcomer = group.ranks[group.rank] in touched
-    calls = job.here().part(Answers)
-    behind |= calls.settle(group, calls.alone)
     source = places.first([r for r in group.ranks if r not in newcomers])
+    now = all(model.sends_now for model in job.here().part(_Models).of(group))
+    behind |= job.here().part(Answers).settle(group, newcomers, source, now)
     return MembershipChange(newcomers, source, commit, True, behind)
 
 
@@ -303,7 +310,7 @@ def public_recover() -> Group:
         join_job()
         _, mine = current()
         if not job.here().part(_Models).models:
-            mine.newcomer = job.here().part(Answers).alone = False
+            mine.newcomer = job.here().part(Answers).joins = False
     else:
         recover()
     return world.current().group

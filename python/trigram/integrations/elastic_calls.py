@@ -57,6 +57,7 @@ def by_first(of_all: OfAll, what: str, is_first: Callable[[], bool], write: Call
     if not trigram.is_initialized():
         return write(False) if is_first() else None
     if joining.must_join() or job.here().part(Answers).alone:
+        job.here().part(Answers).skip()
         return None
     again = False
     for _ in range(trigram.world_size() + 1):  # each time the first rank may be lost

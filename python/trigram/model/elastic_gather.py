@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from trigram.collectives.consistency import tell_all
 from trigram.elastic import joining, losses, recovery
 from trigram.elastic.answers import Answers
 from trigram.elastic.membership import Membership, current
-from trigram.errors import MisuseError
-from trigram.runtime import job, world
+from trigram.errors import AbortedError, MisuseError
+from trigram.runtime import job, serving, world
 from trigram.runtime.group import Group
 
 _WHAT = "elastic_all_gather"
@@ -31,8 +32,9 @@ def elastic_all_gather(value: Any) -> list[Any]:
 
     All ranks call it, the same number of times between two steps, and outside of backward passes; where
     weights are averaged, outside of steps. A rank that joins calls it alone until its first step begins, and
-    gets its own value. Ranks that have joined in this step and spares call it too, and the answer is without
-    their values. In jobs that are not elastic it gathers from all ranks.
+    once more where it joined in the middle of a step of the others; it gets its own value. Ranks that have
+    joined in this step and spares call it too, and the answer is without their values. In jobs that are not
+    elastic it gathers from all ranks.
 
     Args:
         value: None, bools, numbers, strings, tensors, and lists, tuples and dicts of them.
@@ -51,9 +53,10 @@ def elastic_all_gather(value: Any) -> list[Any]:
     mine = now.elastic
     data = serialization.pack(value, _WHAT)
     if not isinstance(mine, Membership):
-        return _values(gather(data.numpy().tobytes(), now.group))
+        return _values(gather(data.numpy().tobytes(), now.group)[0])
     calls = job.here().part(Answers)
     if joining.must_join() or calls.alone:
+        calls.skip()
         return [serialization.unpack(data, now.rank)]
     if any(model.keeps_weights for model in recovery.trained()):
         raise MisuseError(
@@ -69,25 +72,36 @@ def elastic_all_gather(value: Any) -> list[Any]:
 
 def _make(calls: Answers, number: int, data: torch.Tensor) -> None:
     """Makes the call of this number, with the members that there are in the end."""
+    out_of_step = not all(model.in_step for model in recovery.trained())
     while calls.done < number:
         now, mine = current()
         counts = not mine.newcomer and now.rank in mine.training()
-        with losses.caught() as lost:
-            gathered = gather(data.numpy().tobytes() if counts else b"", calls.group())
-            calls.complete(serialization.pack([_tensor(each) for each in gathered], _WHAT).numpy().tobytes())
+        # Ranks that are not in step regroup when they see that they are to, and abort calls of the ranks that
+        # they know to take part; one that has just joined may be in another.
+        with losses.caught() as lost, serving.looking(_look) if out_of_step else contextlib.nullcontext():
+            gathered, told = gather(data.numpy().tobytes() if counts else b"", calls.group(), calls.tells)
+            answer = serialization.pack([_tensor(each) for each in gathered], _WHAT)
+            calls.complete(answer.numpy().tobytes(), told)
         if losses.agreed(bool(lost)):
             recovery.regroup()
 
 
-def gather(mine: bytes, group: Group) -> list[bytes]:
-    """The byte strings of all ranks. Unlike :func:`trigram.runtime.records.all_gather_bytes` it serves the
-    averages that go on in the background, for which ranks wait that have not come yet."""
-    sizes = [size for (size,) in tell_all([len(mine)], group)]
+def _look() -> None:
+    if any(model.is_called() for model in recovery.trained()):
+        raise AbortedError("elastic: all ranks stop their calls to change the membership")
+
+
+def gather(mine: bytes, group: Group, flag: bool = False) -> tuple[list[bytes], bool]:
+    """The byte strings of all ranks, and whether one has the flag. Unlike
+    :func:`trigram.runtime.records.all_gather_bytes` it serves the averages that go on in the background, for
+    which ranks wait that have not come yet."""
+    told = tell_all([len(mine), int(flag)], group)
+    sizes, flag = [size for size, _ in told], any(flag for _, flag in told)
     padded = _tensor(mine.ljust(max(sizes), b"\0"))
     everyone = torch.empty(group.size, max(sizes), dtype=torch.uint8, device="cpu")
     if max(sizes):
         collectives.all_gather(everyone, padded, group)
-    return [row.numpy().tobytes()[:size] for row, size in zip(everyone, sizes, strict=True)]
+    return [row.numpy().tobytes()[:size] for row, size in zip(everyone, sizes, strict=True)], flag
 
 
 def _values(gathered: list[bytes]) -> list[Any]:

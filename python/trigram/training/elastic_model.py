@@ -162,9 +162,10 @@ class ElasticModel:
         serialization.pack(
             [s.state_dict() for s in self.states], "with_bagua: elastic=True, optimizer and states"
         )
-        self.transfer = StateTransfer()
+        self.transfer = StateTransfer(self.is_called)
         self.arrived: list[int] = []
-        self.is_new = self.behind = False
+        self.is_new = self.behind = self._between_steps = False
+        self._owed: tuple[list[int], Group] | None = None
         self._stay, self._history = job.here().stay, current()[1].history
 
     def _find_places(self) -> None:
@@ -241,7 +242,8 @@ class ElasticModel:
         Raises:
             MismatchError: This rank's model or algorithm is not that of the job.
         """
-        self.transfer.receiving = None  # the epoch has ended in which it was to come
+        # The epoch has ended in which it was to come.
+        self.transfer.receiving, self._owed = None, None
         if not fresh:
             if (ranks := places.training_group()) is not group:
                 self.groups.group.become(ranks)
@@ -256,6 +258,7 @@ class ElasticModel:
             mine = {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
             trained = self.groups.trained
             mine["trained"] = [(id(p) in trained, p.requires_grad) for p in self._parameters()]
+            mine["later"] = not self.sends_now
         meta = _broadcast(mine, source, control)
         if meta["title"] != self.title:
             raise MismatchError(
@@ -269,7 +272,7 @@ class ElasticModel:
         self.arrived = change.newcomers
         self.is_new = rank in change.newcomers
         self.behind = change.behind
-        self._start_transfer(source, control)
+        self._start_transfer(source, control, meta["later"])
         if self.is_new:  # a script may freeze and unfreeze as it goes, which this rank has not seen
             for p, (is_trained, requires_grad) in zip(self._parameters(), meta["trained"], strict=True):
                 p.requires_grad_(requires_grad)
@@ -303,19 +306,44 @@ class ElasticModel:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         return [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors]
 
-    def _start_transfer(self, source: int, control: Group) -> None:
-        """Starts to send the training state to new ranks, in the background of the training."""
+    def _start_transfer(self, source: int, control: Group, later: bool) -> None:
+        """Starts to send the training state to new ranks, in the background of the training.
+
+        Args:
+            source: Whose state it is.
+            control: The ranks of the model.
+            later: It is sent when that rank's step is over.
+        """
         rank = control.ranks[control.rank]
         if rank == source and self.newcomers:
-            self.transfer.send(self._state(), self.newcomers, control)
+            self._owed = self.newcomers, control
+            if not later:
+                self.send_owed()
+                job.here().part(Answers).tells = False  # all know it
         elif rank in self.newcomers:
-            self.transfer.expect(source, self.newcomers, control)
+            self.transfer.expect(source, self.newcomers, control, later)
+
+    @property
+    def sends_now(self) -> bool:
+        """See :class:`trigram.elastic.recovery.Model`. In a pass that averages gradients a rank that joins
+        gets the state of its beginning. Otherwise, in the middle of a step, the script has not ended what
+        belongs to it: schedulers, its own counters."""
+        return self._between_steps or not self.hooks.takes_mean
+
+    def send_owed(self) -> None:
+        """Between two steps: starts to send the training state to ranks that joined in the middle of one."""
+        if self._owed is not None:
+            (newcomers, control), self._owed = self._owed, None
+            self.transfer.send(self._state(), newcomers, control)
+            job.here().part(Answers).tells = True
 
     def _state(self) -> dict[str, Any]:
         model = self.model()
         assert model is not None
         tensors = [t.detach() for t in self._sent(model)]
-        return {"tensors": tensors, "states": [s.state_dict() for s in self.states]}
+        states = [s.state_dict() for s in self.states]
+        calls, meta = job.here().part(Answers).done, self.hooks.meta()
+        return {"tensors": tensors, "states": states, "calls": calls, "meta": meta}
 
     def _sent(self, model: nn.Module) -> list[torch.Tensor]:
         """What of a model is sent to a joining rank: not weights of which all take the mean."""
@@ -329,23 +357,31 @@ class ElasticModel:
         self.groups.line.clear()
         mine = job.here().part(Answers).group()
         groups = self.groups.main, self.groups.second_phase, self.groups.control, self.everyone, mine
-        for group in {id(g): g for g in groups}.values():
+        for group in {id(g): g for g in groups if g.rank >= 0}.values():
             group.core.abort(
                 group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
             )
 
     @torch.no_grad()
-    def receive(self) -> None:
-        """On a new rank: waits for the training state and loads it. Elsewhere: does nothing."""
+    def receive(self) -> dict[str, Any] | None:
+        """On a new rank: waits for the training state and loads it.
+
+        Returns:
+            What :meth:`ElasticHooks.meta` gave there when it was sent; None: there is nothing to receive.
+        """
         if self.transfer.receiving is None:
-            return
-        state = self.transfer.receive()
+            return None
+        later, state = self.transfer.receiving.later, self.transfer.receive()
+        if later:
+            job.here().part(Answers).begin_at(state["calls"])
         model = self.model()
         assert model is not None
         coalesced.copy_all(self._sent(model), state["tensors"])
         for stateful, theirs in zip(self.states, state["states"], strict=True):
             stateful.load_state_dict(theirs)
         self.transfer.receiving = None
+        meta: dict[str, Any] = state["meta"]
+        return meta
 
     # What training calls; trigram.training.elasticity.FixedRanks has the same for jobs whose ranks are fixed.
 
@@ -358,8 +394,9 @@ class ElasticModel:
                 after a loss, except while some ranks have yet to complete the last step.
             src: Of no effect here.
         """
-        job.here().part(Answers).alone = False
+        job.here().part(Answers).joins = False
         if self._mine().change_pending:
+            self._between_steps = True
             recover(boundary=True)
         while True:
             with losses.caught() as lost:
@@ -423,7 +460,8 @@ class ElasticModel:
         """Regroups if a rank waits to join or to leave, or was lost. The script has ended a step with all
         that belongs to it (schedulers, its own counters), so that a joining rank receives a complete
         state."""
-        job.here().part(Answers).alone = False
+        job.here().part(Answers).joins = False
+        self.send_owed()
         if self.agreed(self._mine().change_pending or self.is_called()):
             self.regroup()
             self.end_step()
@@ -472,6 +510,7 @@ class ElasticModel:
     def regroup(self, boundary: bool = True, complete: bool = False) -> MembershipChange:
         """Changes the membership with the other ranks, see :func:`recover`; aborts the calls in which they
         wait for this rank: such a call does not fail by itself if who is gone has left in good order."""
+        self._between_steps = boundary
         if self.is_called():
             self.abort_calls()
         return recover(boundary, complete)

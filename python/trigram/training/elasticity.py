@@ -52,6 +52,9 @@ class Elasticity(Protocol):
     def between_steps(self) -> None:
         """Regroups, if that is due, where the script has ended a training step and not begun the next."""
 
+    def send_owed(self) -> None:
+        """Between two steps: starts to send the training state to ranks that joined in the middle of one."""
+
     def is_called(self) -> bool:
         """Whether this rank must regroup with the others."""
 
@@ -93,6 +96,9 @@ class FixedRanks:
         step()
 
     def between_steps(self) -> None:
+        """See :class:`Elasticity`."""
+
+    def send_owed(self) -> None:
         """See :class:`Elasticity`."""
 
     def is_called(self) -> bool:

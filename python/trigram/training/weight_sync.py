@@ -275,14 +275,15 @@ class WeightSync(StepHooks):
 
     def meta(self) -> dict[str, Any]:
         """See :class:`StepHooks`."""
-        return {**super().meta(), "pieces": self.pieces}
+        return {**super().meta(), "pieces": self.pieces, "last": self.tracker.last}
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues after the ranks have changed, from the mean of the weights of all ranks that have some.
 
         If one rank has made a boundary, perhaps with an averaging step that was lost, the other ranks skip
-        that boundary, so that the next averaging step has all ranks. A joining rank starts at the smallest
-        step of all ranks, so that it misses no collective of the script.
+        that boundary, so that the next averaging step has all ranks. A joining rank starts at the step of the
+        rank whose state it gets, and which its script has then; where ranks are not in step, at the smallest
+        of all ranks, so that it misses no collective of the script.
         """
         position = torch.tensor(
             [-1, -(1 << 62)] if part.newcomer else [self.tracker.last, -self.tracker.last],
@@ -291,12 +292,11 @@ class WeightSync(StepHooks):
         collectives.all_reduce(position, "max", None, part.everyone)
         self.boundaries.skip_until = int(position[0])
         self.pieces = meta["pieces"]
-        if part.newcomer:
-            self.tracker.start_at(-int(position[1]), -int(position[1]))
         self._take_mean(self.groups.control, self.groups.size - len(part.newcomers), part.is_new)
         # After that call, so that only the joining rank waits for the rest of the state.
-        if part.newcomer:
-            part.receive()
+        if part.newcomer and (sent := part.receive()) is not None:
+            step = sent["last"] if self.in_step else -int(position[1])
+            self.tracker.start_at(step, step)
         part.has_state()
         if hasattr(self, "schedule"):
             self.counters.keep(self.schedule)
@@ -374,6 +374,7 @@ class WeightSync(StepHooks):
             self.boundaries.make(self.tracker.late())
             if between_steps:
                 self.boundaries.make(self.tracker.draining())
+        self.elastic.send_owed()
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             change = False

@@ -77,7 +77,7 @@ struct EndpointRecord {
     tuning: Vec<Tuned>,
 }
 
-const VERSION: u32 = 11;
+const VERSION: u32 = 12;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {

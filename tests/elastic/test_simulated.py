@@ -1,0 +1,100 @@
+"""Elastic jobs in virtual time: ranks that are killed at every point, join, leave and are parted, drawn at
+random; the real code over a simulated engine, see tests/support/simulated.
+
+No rank waits without an end, no two parts go on, no step is lost or made twice, and no healthy rank fails.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.support.marks import long
+from tests.support.simulated.jobs import Job
+from tests.support.simulated.script import Faults, Run, check
+from trigram.elastic.knowledge import Knowledge
+from trigram.elastic.membership import PreparedWorld
+from trigram.elastic.succession import Succession
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {},
+    "bytegrad": {},
+    "local_sgd": {"every": 3},
+    "diloco": {"every": 3},
+    "decentralized": {},
+    "decentralized, no overlap": {"overlap": False},
+    "async": {},
+    "async_decentralized": {},
+}
+FAULTS = [("kill", "join", "drain", "restart"), ("part",), long(("kill", "join", "part"))]
+
+
+@pytest.mark.parametrize("kinds", FAULTS, ids="-".join)
+@pytest.mark.parametrize("label", list(ALGORITHMS))
+def test_jobs_at_random(label: str, kinds: tuple[str, ...]) -> None:
+    choices = random.Random(f"{label} {kinds}")
+    for _ in range(8):
+        job = Job.drawn(choices, kinds)
+        try:
+            job.run(label.partition(",")[0], **ALGORITHMS[label])
+        except (AssertionError, RuntimeError) as error:
+            raise AssertionError(f"{job}: {error}") from error
+
+
+@pytest.mark.parametrize("ranks", [2, long(3)])
+def test_a_rank_dies_at_every_point(ranks: int) -> None:
+    whole = Run(0, ranks, 3, Faults(), gathers=True).go()
+    for name, outcome in whole.items():
+        for point in range(1, outcome.points + 1):
+            for seed in range(2):
+                died = Run(seed, ranks, 3, Faults(kills={name: point})).go()
+                check(died, {name}, 3)
+
+
+# What the simulation is worth: it finds parts of the protocol that are taken out.
+
+
+def _nobody_is_excluded(self: Succession, *_: object) -> str:
+    return "unknown"
+
+
+def _pass_of_one_counts(self: Knowledge) -> int:
+    return self.commits
+
+
+def _is_never_committed(self: PreparedWorld, lost: object) -> bool:
+    return False
+
+
+BROKEN: dict[str, tuple[type, str, Any, tuple[str, ...], str]] = {
+    "one part goes on": (Succession, "enter", _nobody_is_excluded, ("part",), "gradient_allreduce"),
+    "a pass counts on all or on none": (
+        Knowledge,
+        "completed",
+        property(_pass_of_one_counts),
+        ("kill", "join", "drain"),
+        "gradient_allreduce",
+    ),
+    "an epoch that one uses is used": (
+        PreparedWorld,
+        "is_committed",
+        _is_never_committed,
+        ("kill", "join", "drain"),
+        "gradient_allreduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(BROKEN))
+def test_what_is_taken_out_is_missed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, instead, kinds, algorithm = BROKEN[what]
+    monkeypatch.setattr(owner, name, instead)
+    choices = random.Random(what)
+    for _ in range(500):
+        try:
+            Job.drawn(choices, kinds).run(algorithm)
+        except (AssertionError, RuntimeError):
+            return
+    raise AssertionError("no job has failed")

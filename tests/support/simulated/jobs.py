@@ -1,0 +1,97 @@
+"""Jobs drawn at random, and their runs.
+
+    python -m tests.support.simulated.jobs --algorithm async --kinds kill,join,drain --seconds 60
+
+runs other jobs than the tests do, and prints those in which something did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.simulated.script import Faults, Run, check
+
+KINDS = "kill", "join", "drain", "part", "restart"
+EXACT = "gradient_allreduce", "bytegrad", "lossless"
+"""Algorithms after each step of which all ranks have the same weights."""
+POINTS = 13
+"""About so many points a step has at which another thread may run."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, and what happens in it."""
+
+    seed: int
+    ranks: int
+    steps: int
+    hosts: int
+    gathers: bool
+    faults: Faults
+
+    @staticmethod
+    def drawn(choices: random.Random, kinds: tuple[str, ...]) -> Job:
+        """A job with some of these kinds of faults."""
+        ranks, steps = choices.choice((2, 3, 4)), choices.choice((4, 12, 20))
+        kills: dict[str, int] = {}
+        drains: dict[str, int] = {}
+        joins: list[tuple[float, int]] = []
+        parts: list[tuple[float, tuple[int, ...]]] = []
+        if "kill" in kinds:
+            for rank in choices.sample(range(ranks), choices.choice((0, 1, 1, min(2, ranks - 1)))):
+                kills[f"rank {rank}"] = choices.randrange(1, steps * POINTS)
+        if "join" in kinds:
+            for rank in range(ranks, ranks + choices.choice((1, 1, 2, 3))):
+                joins.append((choices.choice((0.0, 0.1, 0.2, 0.3, 0.5)), rank))
+                if "kill" in kinds and choices.random() < 0.3:
+                    kills[f"rank {rank}"] = choices.randrange(1, 150)
+        if "restart" in kinds and kills and (rank := int(next(iter(kills)).split()[1])) < ranks:
+            joins.append((choices.choice((0.5, 1.0, 1.5)), rank))
+        if "drain" in kinds:
+            for rank in choices.sample(range(ranks), choices.choice((1, 1, 2))):
+                drains[f"rank {rank}"] = choices.randrange(1, steps * POINTS)
+        if "part" in kinds:
+            part = choices.sample(range(ranks), choices.randrange(1, ranks))
+            parts.append((choices.choice((0.05, 0.2, 0.4)), tuple(part)))
+        hosts = 1 if parts else choices.choice((0, 1, 2))
+        faults = Faults(kills, tuple(joins), drains, tuple(parts))
+        return Job(choices.randrange(1 << 30), ranks, steps, hosts, choices.random() < 0.6, faults)
+
+    def run(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
+        """Runs it; raises if something does not hold."""
+        run = Run(
+            self.seed, self.ranks, self.steps, self.faults, self.hosts, self.gathers, algorithm, **options
+        )
+        check(run.go(), set(self.faults.kills), self.steps, bool(self.faults.parts), algorithm in EXACT)
+
+
+def main() -> None:
+    """See the module."""
+    asks = argparse.ArgumentParser(description=__doc__)
+    asks.add_argument("--algorithm", default="gradient_allreduce")
+    asks.add_argument("--options", default="", help="every=2,overlap=False")
+    asks.add_argument("--kinds", default="kill,join,drain")
+    asks.add_argument("--seconds", type=float, default=60.0)
+    asks.add_argument("--seed", type=int, default=0)
+    given = asks.parse_args()
+    choices, end, runs = random.Random(given.seed), time.monotonic() + given.seconds, 0
+    options: dict[str, Any] = {}
+    for name, _, value in (each.partition("=") for each in given.options.split(",") if each):
+        options[name] = {"True": True, "False": False}.get(value, value)
+        options[name] = int(value) if value.isdigit() else options[name]
+    while time.monotonic() < end:
+        job = Job.drawn(choices, tuple(given.kinds.split(",")))
+        runs += 1
+        try:
+            job.run(given.algorithm, **options)
+        except (AssertionError, RuntimeError) as error:
+            print(f"{job}\n    {error}")
+    print(f"{runs} jobs")
+
+
+if __name__ == "__main__":
+    main()

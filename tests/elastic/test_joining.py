@@ -220,6 +220,32 @@ def test_who_does_not_fit_is_told_and_disturbs_nobody(change: str) -> None:
         torch.testing.assert_close(got["weights"], reference([(0, 1)] * steps), rtol=1e-8, atol=1e-11)
 
 
+def unfit_at_first(rank: int, world: int, steps: int, algorithm: str) -> dict[str, Any]:
+    """A newcomer whose script goes on after it was told, and comes again with the right model."""
+    says(late(rank, world, steps, "model", algorithm), "MismatchError", "another model")
+    say("told")
+    await_flag("right-now")
+    return train(rank, world, steps, algorithm, None, 0.01, True)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])
+def test_who_does_not_fit_may_come_again(algorithm: str) -> None:
+    """Nobody waits for it meanwhile."""
+    steps = 200
+    with Ranks(2, train, steps, algorithm, None, 0.01) as ranks:
+        await_step(ranks, 0, 5)
+        ranks.env["WORLD_SIZE"] = "3"
+        come(ranks, 2, steps, algorithm, run=unfit_at_first)
+        ranks.await_said(2, "told")
+        made = max(s[1] for s in ranks.ranks[0].said if s[0] == "did")
+        await_step(ranks, 0, made + 10)
+        (ranks.dir / "flag-entered-2").unlink()  # the others slow down at the end until it has come
+        (ranks.dir / "flag-right-now").touch()
+        results = ranks.results(120)
+    assert 15 < results[2]["first"] < steps
+    assert results[0]["history"][-1] == (0, 1, 2)
+
+
 @pytest.mark.parametrize("algorithm", ["local_sgd", "async", "decentralized"])
 def test_who_does_not_fit_ends_without_another_error(algorithm: str) -> None:
     """Where its hooks have not begun, nothing of them is ended."""

@@ -279,6 +279,14 @@ def leave(models: Sequence[Model]) -> NoReturn:
     raise SystemExit(draining.exit_status(asked))
 
 
+def withdraw() -> None:
+    """A rank that joins has failed to begin: it leaves the job at once, because the others would wait for its
+    first step, whatever its script does now. It may join again."""
+    present = world.present()
+    if present is not None and present.elastic is not None and present.elastic.newcomer:
+        job.here().leave(patient=False)
+
+
 def regroup() -> None:
     """Goes on after a loss in a call that the model knows nothing of; like ``ElasticModel.regroup``."""
     if models := trained():

@@ -148,6 +148,7 @@ class WrappedModel:
                 hooks.close()
                 if isinstance(hooks, WeightSync):
                     job.here().part(RunningModels).remove(hooks)
+                recovery.withdraw()
                 raise
             self.groups.joining = False
         if self.group.rank == 0:

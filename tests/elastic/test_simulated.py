@@ -43,6 +43,19 @@ def test_jobs_at_random(label: str, kinds: tuple[str, ...]) -> None:
             raise AssertionError(f"{job}: {error}") from error
 
 
+@pytest.mark.parametrize(
+    ("label", "kinds"),
+    [
+        ("gradient_allreduce", ("kill", "join", "drain", "spare")),
+        long("bytegrad", ("kill", "join", "drain", "spare")),
+        ("gradient_allreduce", ("kill", "join", "replica")),
+        long("decentralized", ("kill", "join", "replica")),
+    ],
+)
+def test_spares_and_replicas(label: str, kinds: tuple[str, ...]) -> None:
+    test_jobs_at_random(label, kinds)
+
+
 @pytest.mark.parametrize("ranks", [2, long(3)])
 def test_a_rank_dies_at_every_point(ranks: int) -> None:
     whole = Run(0, ranks, 3, Faults(), gathers=True).go()

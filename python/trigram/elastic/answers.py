@@ -118,7 +118,9 @@ class Answers(Part):
         if any(done < most for done, *_ in told.values()):
             holder = next(place for place, (done, *_) in enumerate(told.values()) if done == most)
             self.last = broadcast_bytes(group, self.last, holder)
-        self.done, self.answered, self.tells = max(most, self.done), most, False
+        if not apart or group.ranks[group.rank] in newcomers:  # else it knows where its script is
+            self.done = max(most, self.done)
+        self.answered, self.tells = most, False
         first = max(most, 0) + 1 if told[source][2] else _UNKNOWN
         self.since = {r: first if r in newcomers else row[3] for r, row in told.items() if row[0] == _APART}
         self.first = self.since.pop(group.ranks[group.rank], self.first)

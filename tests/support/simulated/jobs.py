@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.support.simulated.script import Faults, Run, check
 
-KINDS = "kill", "join", "drain", "part", "restart"
+KINDS = "kill", "join", "drain", "part", "restart", "spare", "replica"
 EXACT = "gradient_allreduce", "bytegrad", "lossless"
 """Algorithms after each step of which all ranks have the same weights."""
 POINTS = 13
@@ -31,12 +31,16 @@ class Job:
     steps: int
     hosts: int
     gathers: bool
+    spares: int
+    replica_size: int
     faults: Faults
 
     @staticmethod
     def drawn(choices: random.Random, kinds: tuple[str, ...]) -> Job:
         """A job with some of these kinds of faults."""
-        ranks, steps = choices.choice((2, 3, 4)), choices.choice((4, 12, 20))
+        size = 2 if "replica" in kinds else 1
+        ranks, steps = choices.choice((4, 6) if size > 1 else (2, 3, 4)), choices.choice((4, 12, 20))
+        spares = choices.choice((0, 1)) * size if "spare" in kinds else 0
         kills: dict[str, int] = {}
         drains: dict[str, int] = {}
         joins: list[tuple[float, int]] = []
@@ -45,7 +49,7 @@ class Job:
             for rank in choices.sample(range(ranks), choices.choice((0, 1, 1, min(2, ranks - 1)))):
                 kills[f"rank {rank}"] = choices.randrange(1, steps * POINTS)
         if "join" in kinds:
-            for rank in range(ranks, ranks + choices.choice((1, 1, 2, 3))):
+            for rank in range(ranks, ranks + choices.choice((1, 1, 2, 3) if size == 1 else (2, 4))):
                 joins.append((choices.choice((0.0, 0.1, 0.2, 0.3, 0.5)), rank))
                 if "kill" in kinds and choices.random() < 0.3:
                     kills[f"rank {rank}"] = choices.randrange(1, 150)
@@ -59,13 +63,13 @@ class Job:
             parts.append((choices.choice((0.05, 0.2, 0.4)), tuple(part)))
         hosts = 1 if parts else choices.choice((0, 1, 2))
         faults = Faults(kills, tuple(joins), drains, tuple(parts))
-        return Job(choices.randrange(1 << 30), ranks, steps, hosts, choices.random() < 0.6, faults)
+        gathers = choices.random() < 0.6
+        return Job(choices.randrange(1 << 30), ranks, steps, hosts, gathers, spares, size, faults)
 
     def run(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
         """Runs it; raises if something does not hold."""
-        run = Run(
-            self.seed, self.ranks, self.steps, self.faults, self.hosts, self.gathers, algorithm, **options
-        )
+        shape = self.hosts, self.gathers, self.spares, self.replica_size
+        run = Run(self.seed, self.ranks, self.steps, self.faults, *shape, algorithm, **options)
         check(run.go(), set(self.faults.kills), self.steps, bool(self.faults.parts), algorithm in EXACT)
 
 

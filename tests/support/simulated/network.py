@@ -69,6 +69,7 @@ class Network:
 
     Attributes:
         hosts: The host of each rank; other ranks are on that of rank 0.
+        gentle: A rank that leaves spoils no call for which it has given its part. Otherwise it may.
         store_cut: Processes that do not reach the store.
         calls: By the connections and the group, its calls.
         messages: By these, sender, receiver and tag, when a message comes, and what it is.
@@ -79,6 +80,7 @@ class Network:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.hosts: dict[int, int] = {}
+        self.gentle = False
         self.store_cut: set[Process] = set()
         self.calls: dict[Any, list[_Call]] = {}
         self.connecting: dict[tuple[bytes, ...], dict[int, Engine]] = {}
@@ -482,9 +484,13 @@ class Work(_Waits):
         engine, call = self.core.engine, self.call
         others = [r for r in self.core.ranks if r in call.asked and call.asked[r] != self.asked]
         lost = [r for r, _ in engine.losses() if r in self.core.ranks]
+        # Who leaves waits until the others have what it has sent, though perhaps through others that die.
+        kinds = {kind for r, kind in engine.losses() if r in self.core.ranks}
+        spoils = not engine.network.gentle or kinds != {"left"}
         root = self.core.ranks[self.asked[5]] if _NAMES[self.asked[0]] == "broadcast" else None
         needs = [root] if root is not None else self.core.ranks
-        there = all(r in call.given for r in needs) and self._has_come()
+        given = all(r in call.given for r in needs)
+        there = given and self._has_come()
         error: TrigramError | None = None
         if engine.closed is not None:
             error = AbortedError(f"{self}: this rank has left")
@@ -492,7 +498,9 @@ class Work(_Waits):
             error = MismatchError(f"{self}: rank {self.me} calls {self.asked}, others {call.asked}")
         elif self.me in call.told and not (there and engine.network.scheduler.choices.random() < 0.3):
             error = call.told[self.me]
-        elif lost and not (there and engine.network.scheduler.choices.random() < 0.5):
+        elif given and not there and lost and not spoils:
+            return
+        elif lost and not (there and (not spoils or engine.network.scheduler.choices.random() < 0.5)):
             error = PeerLostError(f"{self}: rank {lost[0]} is lost", lost[0])
         elif self.end is not None and engine.network.scheduler.now >= self.end and not there:
             missing = [r for r in needs if r not in call.given]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from trigram.elastic import (
     membership,
 )
 from trigram.elastic.membership import current
+from trigram.elastic.replicas import Replicas
 from trigram.errors import DrainError, PeerLostError, TimeoutError
 from trigram.runtime import job, live_store, serving
 from trigram.runtime.group import Group
@@ -71,6 +74,8 @@ class Outcome:
         left: It has left because it was asked to.
         asked: It was asked to leave.
         joins: It has started late.
+        place: Its place in its replica.
+        partners: The other ranks of its replica.
         points: How often it came to where another may run, once it is in the job; a rank that joins, from its
             start.
     """
@@ -81,6 +86,8 @@ class Outcome:
     left: bool = False
     asked: bool = False
     joins: bool = False
+    place: int = 0
+    partners: tuple[int, ...] = ()
     points: int = -1
 
 
@@ -94,6 +101,8 @@ class Run:
         faults: What happens.
         hosts: Ranks of a host, one after the other; 0: all are on one.
         gathers: The script calls ``elastic_all_gather`` between steps.
+        spares: So many of the first ranks, the last of them, are spares.
+        replica_size: How many ranks make up a replica.
         algorithm, options: Of ``with_bagua``.
     """
 
@@ -105,12 +114,17 @@ class Run:
         faults: Faults,
         hosts: int = 0,
         gathers: bool = True,
+        spares: int = 0,
+        replica_size: int = 1,
         algorithm: str = "gradient_allreduce",
         **options: Any,
     ) -> None:
+        self.spares, self.replica_size = spares, replica_size
         self.algorithm, self.options = algorithm, options
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler)
+        # A replica whose ranks have made the last step would be lost when the first of them ends.
+        self.network.gentle = replica_size > 1
         self.ranks, self.steps, self.faults, self.gathers = ranks, steps, faults, gathers
         if hosts:
             self.network.hosts = {rank: rank // hosts for rank in range(64)}
@@ -159,8 +173,13 @@ class Run:
 
     def _start(self, process: Process, late: bool) -> None:
         name = str(process)
-        self.processes[name], self.outcomes[name] = process, Outcome(joins=late)
+        self.processes[name], self.outcomes[name] = process, self._outcome(process, late)
         self.scheduler.start(name, process, lambda: self._rank(process, late))
+
+    def _outcome(self, process: Process, late: bool) -> Outcome:
+        size = self.replica_size
+        partners = [r for r in Replicas(size).of(process.rank) if r != process.rank]
+        return Outcome(joins=late, place=process.rank % size, partners=tuple(partners))
 
     def _rank(self, process: Process, late: bool) -> None:
         mine = self.outcomes[str(process)]
@@ -177,8 +196,16 @@ class Run:
     def _script(self, here: Job, process: Process, late: bool, mine: Outcome) -> None:
         rank = process.rank
         store = Store(self.network, process)
-        joining.connect_again = lambda _: store  # type: ignore[assignment]
-        start = joining.Start(store, rank, self.ranks, _SETTINGS, _OP_TIMEOUT)  # type: ignore[arg-type]
+        spare = not late and rank >= self.ranks - self.spares
+        start = joining.Start(
+            store,  # type: ignore[arg-type]
+            rank,
+            self.ranks,
+            _SETTINGS,
+            _OP_TIMEOUT,
+            spare,
+            self.replica_size,
+        )
         if late:
             mine.points = 0
             here.world = start.late_world()
@@ -188,7 +215,7 @@ class Run:
             group = Group("world", everyone, engine.group("world", everyone, 0, 0), _OP_TIMEOUT)
             group.core.run(membership._BARRIER, membership._NOTHING, 10.0)
             here.world = World(engine, group, rank, self.ranks, _OP_TIMEOUT)
-            here.world.elastic = start.member(())
+            here.world.elastic = start.member(everyone[self.ranks - self.spares :])
         for kind in job._PARTS:
             here.part(kind).begin()
         model, target = nn.Linear(1, 1, bias=False).double(), torch.zeros(1, dtype=torch.float64)
@@ -210,7 +237,8 @@ class Run:
             optimizer.step()
             counted.steps += 1
             assert counted.steps not in mine.steps, f"step {counted.steps} twice"
-            mine.steps[counted.steps] = model.weight.item(), tuple(current()[1].counted or ())
+            row = [r for r in current()[1].counted or () if r % self.replica_size == mine.place]
+            mine.steps[counted.steps] = model.weight.item(), tuple(row)
 
 
 class _Counter:
@@ -227,37 +255,32 @@ class _Counter:
         self.steps = state["steps"]
 
 
-class _stand_ins:
-    """A block in which ``trigram.elastic`` has the simulated engine."""
+@contextmanager
+def _stand_ins(network: Network) -> Iterator[None]:
+    """A block in which elastic jobs have the simulated engine."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
+    class Core:
+        """``trigram._core``."""
 
-    def __enter__(self) -> None:
-        real = membership._core
-        network = self.network
+        Engine = Engine
+        Rendezvous = staticmethod(functools.partial(Rendezvous, network))
 
-        class Core:
-            """``trigram._core``."""
+        @staticmethod
+        def is_endpoint_record(record: bytes, rank: int) -> bool:
+            """Whether it is one of that rank."""
+            return record in network.endpoints and network.endpoints[record].rank == rank
 
-            Engine = Engine
-            Rendezvous = staticmethod(functools.partial(Rendezvous, network))
-
-            @staticmethod
-            def is_endpoint_record(record: bytes, rank: int) -> bool:
-                """Whether it is one of that rank."""
-                return record in network.endpoints and network.endpoints[record].rank == rank
-
-        self.before: list[tuple[Any, str, Any]] = [
-            (m, "_core", real) for m in (membership, joining, join_queue)
-        ]
-        self.before.append((joining, "connect_again", joining.connect_again))
-        for module, name, _ in self.before[:3]:
-            setattr(module, name, Core)
-
-    def __exit__(self, *_: object) -> None:
-        for module, name, value in self.before:
-            setattr(module, name, value)
+    before = joining.connect_again, membership._core
+    modules: list[Any] = [membership, joining, join_queue]
+    try:
+        joining.connect_again = lambda store: store  # type: ignore[assignment, return-value]
+        for module in modules:
+            module._core = Core
+        yield
+    finally:
+        joining.connect_again = before[0]
+        for module in modules:
+            module._core = before[1]
 
 
 def check(
@@ -272,29 +295,34 @@ def check(
         may_stop: Ranks may stop, because they do not reach the others.
         exact: Ranks average gradients, so that all have the same weights.
     """
-    weights: dict[int, tuple[float, tuple[int, ...]]] = {}
+    weights: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
     for name, one in outcomes.items():
         for step, made in one.steps.items():
-            if weights.setdefault(step, made) != made and exact:
-                raise AssertionError(f"step {step}: {name} has {made}, others {weights[step]}")
+            if weights.setdefault((one.place, step), made) != made and exact:
+                raise AssertionError(f"step {step}: {name} has {made}, others {weights[one.place, step]}")
+    gone = {int(name.split()[1]) for name, one in outcomes.items() if name in killed or one.left or one.error}
     for name, one in outcomes.items():
-        if name not in killed and one.error is not None and not _may_raise(one, may_stop):
+        if name not in killed and one.error is not None and not _may_raise(one, gone, may_stop):
             raise AssertionError(f"{name} has raised {type(one.error).__name__}: {one.error}") from one.error
-    if not weights.get(steps) and any(not (n in killed or o.left or o.error) for n, o in outcomes.items()):
+    lives = [n for n, o in outcomes.items() if not (n in killed or o.left or o.error)]
+    if lives and not any(step == steps for _, step in weights):
         raise AssertionError("no rank has made all steps")
-    weight, momentum = 1.0, 0.0
-    for step in sorted(weights) if exact else ():
-        found, counted = weights[step]
-        momentum = MOMENTUM * momentum + sum(1 << r for r in counted) / len(counted)
-        weight -= LR * momentum
-        assert abs(found - weight) < 1e-6, f"step {step}: the weight is {found}, and {weight} is right"
+    for place in {place for place, _ in weights} if exact else ():
+        weight, momentum = 1.0, 0.0
+        for step in sorted(step for of, step in weights if of == place):
+            found, counted = weights[place, step]
+            momentum = MOMENTUM * momentum + sum(1 << r for r in counted) / len(counted)
+            weight -= LR * momentum
+            assert abs(found - weight) < 1e-6, f"step {step}: the weight is {found}, and {weight} is right"
 
 
-def _may_raise(one: Outcome, may_stop: bool) -> bool:
+def _may_raise(one: Outcome, gone: set[int], may_stop: bool) -> bool:
     """Whether what a rank has raised is right."""
     if may_stop and isinstance(one.error, PeerLostError):
         return True
     if isinstance(one.error, DrainError):
-        return one.asked
+        return one.asked or any(r in gone for r in one.partners)
+    if isinstance(one.error, membership.ReplicaLostError):
+        return any(r in gone for r in one.partners)
     # The job had ended when this rank would have joined, or ended before it had the state.
     return one.joins and not one.steps and isinstance(one.error, PeerLostError | TimeoutError)

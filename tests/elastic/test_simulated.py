@@ -35,7 +35,7 @@ FAULTS = [("kill", "join", "drain", "restart"), ("part",), long(("kill", "join",
 @pytest.mark.parametrize("label", list(ALGORITHMS))
 def test_jobs_at_random(label: str, kinds: tuple[str, ...]) -> None:
     choices = random.Random(f"{label} {kinds}")
-    for _ in range(8):
+    for _ in range(6):
         job = Job.drawn(choices, kinds)
         try:
             job.run(label.partition(",")[0], **ALGORITHMS[label])
@@ -50,9 +50,11 @@ def test_jobs_at_random(label: str, kinds: tuple[str, ...]) -> None:
         long("bytegrad", ("kill", "join", "drain", "spare")),
         ("gradient_allreduce", ("kill", "join", "replica")),
         long("decentralized", ("kill", "join", "replica")),
+        ("async", ("kill", "join", "drain", "outage")),
+        long("gradient_allreduce", ("kill", "join", "drain", "outage")),
     ],
 )
-def test_spares_and_replicas(label: str, kinds: tuple[str, ...]) -> None:
+def test_spares_replicas_and_outages(label: str, kinds: tuple[str, ...]) -> None:
     test_jobs_at_random(label, kinds)
 
 

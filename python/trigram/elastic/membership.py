@@ -192,6 +192,12 @@ def regroup_requested() -> bool:
     return mine.queue is not None and mine.queue.regroup_request == [mine.epoch, mine.empty_regroups]
 
 
+def why_aborted() -> str:
+    """Why a rank that is about to change the membership aborts its calls. Those who wait in them come too,
+    also if they know of nothing yet, because the loss, or the store's word, has not come to them."""
+    return f"elastic: all ranks stop their calls to change the membership of epoch {current()[1].epoch}"
+
+
 def has_lost() -> bool:
     """Whether this rank knows that a member is lost."""
     return bool(current()[0].engine.losses())
@@ -632,6 +638,8 @@ def is_loss(error: TrigramError) -> bool:
         return False
     if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
+    if why_aborted() in str(error):
+        return True
     end = time.monotonic() + _LOSS_REPORT_TIMEOUT
     while time.monotonic() < end:
         if current()[0].engine.losses() or (isinstance(error, AbortedError) and regroup_requested()):

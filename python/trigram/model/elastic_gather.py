@@ -10,7 +10,7 @@ import torch
 from trigram import collectives
 from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
-from trigram.elastic import joining, losses, recovery
+from trigram.elastic import joining, losses, membership, recovery
 from trigram.elastic.answers import Answers
 from trigram.elastic.membership import Membership, current
 from trigram.errors import AbortedError, MisuseError
@@ -88,7 +88,7 @@ def _make(calls: Answers, number: int, data: torch.Tensor) -> None:
 
 def _look() -> None:
     if any(model.is_called() for model in recovery.trained()):
-        raise AbortedError("elastic: all ranks stop their calls to change the membership")
+        raise AbortedError(membership.why_aborted())
 
 
 def gather(mine: bytes, group: Group, flag: bool = False) -> tuple[list[bytes], bool]:

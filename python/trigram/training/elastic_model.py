@@ -357,10 +357,8 @@ class ElasticModel:
         self.groups.line.clear()
         mine = job.here().part(Answers).group()
         groups = self.groups.main, self.groups.second_phase, self.groups.control, self.everyone, mine
-        for group in {id(g): g for g in groups if g.rank >= 0}.values():
-            group.core.abort(
-                group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
-            )
+        for group in {id(g): g for g in groups}.values():
+            group.core.abort(group.core.next() + 2, membership.why_aborted())
 
     @torch.no_grad()
     def receive(self) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.support.simulated.script import Faults, Run, check
 
-KINDS = "kill", "join", "drain", "part", "restart", "spare", "replica"
+KINDS = "kill", "join", "drain", "part", "restart", "spare", "replica", "outage"
 EXACT = "gradient_allreduce", "bytegrad", "lossless"
 """Algorithms after each step of which all ranks have the same weights."""
 POINTS = 13
@@ -61,8 +61,14 @@ class Job:
         if "part" in kinds:
             part = choices.sample(range(ranks), choices.randrange(1, ranks))
             parts.append((choices.choice((0.05, 0.2, 0.4)), tuple(part)))
+        outages: list[tuple[float, float, tuple[int, ...]]] = []
+        if "outage" in kinds:
+            there = [*range(ranks), *(rank for _, rank in joins)]
+            begins = choices.choice((0.05, 0.2, 0.4))
+            cut = choices.choice((there, choices.sample(there, 1)))
+            outages.append((begins, begins + choices.choice((0.3, 3.0)), tuple(cut)))
         hosts = 1 if parts else choices.choice((0, 1, 2))
-        faults = Faults(kills, tuple(joins), drains, tuple(parts))
+        faults = Faults(kills, tuple(joins), drains, tuple(parts), tuple(outages))
         gathers = choices.random() < 0.6
         return Job(choices.randrange(1 << 30), ranks, steps, hosts, gathers, spares, size, faults)
 

@@ -70,7 +70,7 @@ class Network:
     Attributes:
         hosts: The host of each rank; other ranks are on that of rank 0.
         gentle: A rank that leaves spoils no call for which it has given its part. Otherwise it may.
-        store_cut: Processes that do not reach the store.
+        without_store: Ranks that do not reach the store.
         calls: By the connections and the group, its calls.
         messages: By these, sender, receiver and tag, when a message comes, and what it is.
         turns: By the same, the number of the last receive.
@@ -81,7 +81,7 @@ class Network:
         self.scheduler = scheduler
         self.hosts: dict[int, int] = {}
         self.gentle = False
-        self.store_cut: set[Process] = set()
+        self.without_store: set[int] = set()
         self.calls: dict[Any, list[_Call]] = {}
         self.connecting: dict[tuple[bytes, ...], dict[int, Engine]] = {}
         self.endpoints: dict[bytes, Process] = {}
@@ -558,8 +558,8 @@ class Store(ReconnectingStore):
     def __call__(self, operation: Callable[[Any], Any], seconds: float = 10.0) -> Any:
         """The result of an operation; None: it is not reached."""
         self.network.scheduler.pause("the store")
-        if self.process in self.network.store_cut:
-            self.network.scheduler.sleep(min(seconds, 1.0))
+        if self.process.rank in self.network.without_store:
+            self.network.scheduler.sleep(self.network.scheduler.choices.choice((0.0, min(seconds, 1.0))))
             return None
         return operation(self.store)
 

@@ -54,12 +54,14 @@ class Faults:
         joins: Ranks that start after so many seconds.
         drains: By rank, the number of the point at which it is asked to leave.
         parts: After so many seconds the connections between these ranks and all others are reset.
+        outages: From when until when, in seconds, these ranks do not reach the store.
     """
 
     kills: dict[str, int] = field(default_factory=dict)
     joins: tuple[tuple[float, int], ...] = ()
     drains: dict[str, int] = field(default_factory=dict)
     parts: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    outages: tuple[tuple[float, float, tuple[int, ...]], ...] = ()
 
 
 @dataclass
@@ -146,6 +148,9 @@ class Run:
             self.scheduler.at(at, functools.partial(self._start, process, True))
         for at, here in self.faults.parts:
             self.scheduler.at(at, functools.partial(self._part, here))
+        for begins, ends, ranks in self.faults.outages:
+            self.scheduler.at(begins, functools.partial(self.network.without_store.update, ranks))
+            self.scheduler.at(ends, self.network.without_store.clear)
         serving._POLL = 0.05
         with virtual_time(_modules()), _stand_ins(self.network):
             try:

@@ -30,6 +30,9 @@ from trigram.runtime.group import Group
 from trigram.runtime.job import Job, World
 
 _ROOMS = "elastic", "training", "mixing", "averaging", "model"
+"""Those whose modules wait, or look at the clock."""
+_POLL = 0.05
+"""Virtual seconds between two looks of who waits for what is no single call."""
 
 
 def _modules() -> list[Any]:
@@ -71,7 +74,6 @@ class Outcome:
     Attributes:
         steps: By step, the weight after it and the ranks that counted.
         answers: What :func:`trigram.elastic_all_gather` gave it, by step.
-        last: Its weight when it ended.
         error: What its script has raised.
         left: It has left because it was asked to.
         asked: It was asked to leave.
@@ -151,13 +153,11 @@ class Run:
         for begins, ends, ranks in self.faults.outages:
             self.scheduler.at(begins, functools.partial(self.network.without_store.update, ranks))
             self.scheduler.at(ends, self.network.without_store.clear)
-        serving._POLL = 0.05
         with virtual_time(_modules()), _stand_ins(self.network):
             try:
                 self.scheduler.run(longest)
             finally:
                 self.scheduler.end()
-                serving._servers.known.clear()  # those of killed processes
         return self.outcomes
 
     def _part(self, here: tuple[int, ...]) -> None:
@@ -275,15 +275,19 @@ def _stand_ins(network: Network) -> Iterator[None]:
             """Whether it is one of that rank."""
             return record in network.endpoints and network.endpoints[record].rank == rank
 
-    before = joining.connect_again, membership._core
+    before = joining.connect_again, membership._core, serving._POLL
+    servers = set(serving._servers.known)
     modules: list[Any] = [membership, joining, join_queue]
     try:
         joining.connect_again = lambda store: store  # type: ignore[assignment, return-value]
         for module in modules:
             module._core = Core
+        serving._POLL = _POLL
         yield
     finally:
-        joining.connect_again = before[0]
+        joining.connect_again, serving._POLL = before[0], before[2]
+        for server in set(serving._servers.known) - servers:  # of killed processes
+            serving.remove(server)
         for module in modules:
             module._core = before[1]
 
@@ -305,6 +309,10 @@ def check(
         for step, made in one.steps.items():
             if weights.setdefault((one.place, step), made) != made and exact:
                 raise AssertionError(f"step {step}: {name} has {made}, others {weights[one.place, step]}")
+    for step in {step for one in outcomes.values() for step in one.answers}:
+        # Who joins, or is the only one left, has its own.
+        found = {one.answers[step] for one in outcomes.values() if len(one.answers.get(step, ())) > 1}
+        assert len(found) <= 1 or not exact, f"step {step}: ranks have the answers {found}"
     gone = {int(name.split()[1]) for name, one in outcomes.items() if name in killed or one.left or one.error}
     for name, one in outcomes.items():
         if name not in killed and one.error is not None and not _may_raise(one, gone, may_stop):

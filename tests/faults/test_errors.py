@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import itertools
 import signal
 import time
@@ -17,6 +18,8 @@ import trigram
 from tests.support.cases import Cases
 from tests.support.checks import equal, raises, says
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say, until
+from tests.support.threads import as_threads, returned
+from trigram.runtime import serving
 
 pytestmark = pytest.mark.waits
 
@@ -292,6 +295,42 @@ def test_op_timeout_names_the_late(transport: str) -> None:
     for r in (0, 2):
         says(results[r], "all_reduce", "rank")
     assert any("rank 1" in results[r] for r in (0, 2)), results
+
+
+class _Interrupt(BaseException):
+    """Of no class of ours, as KeyboardInterrupt."""
+
+
+def _stopped(rank: int, world: int, raised: BaseException) -> str:
+    """Rank 1 stops waiting for rank 2, which comes late; rank 0 waits for both. What each was told."""
+
+    def look() -> None:
+        raise raised
+
+    if rank == 2:
+        time.sleep(0.3)
+    try:
+        with serving.looking(look) if rank == 1 else contextlib.nullcontext():
+            trigram.all_reduce(torch.ones(1003))
+    except (trigram.AbortedError, _Interrupt) as e:
+        told = f"{type(e).__name__}: {e}"
+    after = torch.ones(1003)
+    trigram.all_reduce(after)
+    equal(after, torch.full((1003,), float(world)), "after it")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [(trigram.AbortedError("the members change"), "the members change"), (_Interrupt(), "_Interrupt")],
+    ids=["reason", "interrupt"],
+)
+def test_the_others_are_told_why_a_rank_has_stopped_waiting(raised: BaseException, reason: str) -> None:
+    """An elastic job knows by the reason what to do, see trigram.elastic.membership.why_aborted."""
+    told = returned(as_threads(3, _stopped, raised))
+    says(told[1], reason)
+    for rank in (0, 2):
+        says(told[rank], "AbortedError", "rank 1 stopped waiting for this call", reason)
 
 
 def test_hung_ranks_are_reported() -> None:

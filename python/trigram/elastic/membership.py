@@ -193,8 +193,9 @@ def regroup_requested() -> bool:
 
 
 def why_aborted() -> str:
-    """Why a rank that is about to change the membership aborts its calls. Those who wait in them come too,
-    also if they know of nothing yet, because the loss, or the store's word, has not come to them."""
+    """Why a rank that is about to change the membership aborts its calls, or waits in them no longer. Those
+    who wait in them are told it and come too, also if they know of nothing yet, because the loss, or the
+    store's word, has not come to them."""
     return f"elastic: all ranks stop their calls to change the membership of epoch {current()[1].epoch}"
 
 

@@ -149,10 +149,24 @@ fn check(signal: &mut Option<PyErr>, look: Option<&Py<PyAny>>) -> trigram_core::
     match checked {
         Some(Ok(Some(what))) => Err(Error::Timeout { what, millis: 0, waiting_for: String::new() }),
         Some(Err(e)) => {
+            let why = Python::try_attach(|py| reason(py, &e)).unwrap_or_default();
             *signal = Some(e);
-            Err(Error::Aborted("interrupted".into()))
+            Err(Error::Aborted(why))
         }
         _ => Ok(()),
+    }
+}
+
+/// What other ranks are told of an exception that has ended a wait here: the text of an error of ours, by which they may
+/// know what to do, or the name of what is none, such as `KeyboardInterrupt`.
+fn reason(py: Python<'_>, raised: &PyErr) -> String {
+    let ours = py
+        .import("trigram.errors")
+        .and_then(|errors| errors.getattr("TrigramError"))
+        .is_ok_and(|class| raised.matches(py, class).unwrap_or(false));
+    match ours {
+        true => raised.value(py).to_string(),
+        false => raised.get_type(py).name().map_or_else(|_| "an exception".into(), |name| name.to_string()),
     }
 }
 

@@ -291,8 +291,13 @@ class Core:
         splits: object = None,
         lists: object = None,
     ) -> None:
-        """Makes a call and waits for it."""
-        self.start(asked, memory, timeout, splits, lists).wait()
+        """Makes a call and waits for it. What ends the wait ends the call on all ranks, as the engine does."""
+        work = self.start(asked, memory, timeout, splits, lists)
+        try:
+            work.wait()
+        except TrigramError as e:
+            work.stop(e)
+            raise
 
     def start(
         self,
@@ -476,6 +481,14 @@ class Work(_Waits):
 
     def __str__(self) -> str:
         return f"{_NAMES[self.asked[0]]} {self.number} of {self.core.name!r} {self.core.ranks}"
+
+    def stop(self, why: TrigramError) -> None:
+        """Who has called it waits no longer, for this reason."""
+        if not self.completed:
+            self.completed = True
+            self.call.ended.add(self.me)
+            self.error = AbortedError(f"rank {self.me} stopped waiting for this call: {why}")
+            self.core.tell(self.number, self.call, self.error)
 
     def _look(self) -> None:
         """Ends it, if it can end or fail."""

@@ -53,9 +53,6 @@ const SOCKET: u64 = 1 << 32;
 /// On shutdown, a failed call waits this long for its peers to leave it.
 const CLOSE: Duration = Duration::from_secs(1);
 
-/// What a rank did whose caller has stopped waiting.
-const STOPPED: &str = "was interrupted while it waited for this call";
-
 /// Why every call fails once a thread has panicked while it held the progress lock.
 pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an internal error; the first error in this rank's log says which. Restart the job";
 
@@ -66,8 +63,8 @@ pub(crate) enum Command {
     AbortGroup(Arc<Members>, Error),
     Help(Arc<Members>),
     SendAway(u32, Error),
-    /// The caller has stopped waiting: its call fails on all ranks and releases its memory.
-    Stop(Arc<Completion>),
+    /// The caller has stopped waiting, for this reason: its call fails on all ranks and releases its memory.
+    Stop(Arc<Completion>, Error),
 }
 
 /// What the threads of an engine share.
@@ -436,9 +433,10 @@ impl Driver {
         self.try_lock()
     }
 
-    /// Fails a call on all ranks whose caller has stopped waiting.
-    pub(crate) fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>) {
-        progress.stop(completion, Error::Aborted(format!("rank {} {STOPPED}", self.world.rank)));
+    /// Fails a call on all ranks whose caller has stopped waiting; the others are told why.
+    pub(crate) fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &Error) {
+        let why = format!("rank {} stopped waiting for this call: {why}", self.world.rank);
+        progress.stop(completion, Error::Aborted(why));
     }
 
     /// Moves everything until a failed call has ended. If the engine is closed, all calls fail, and peers that stay
@@ -482,7 +480,7 @@ impl Driver {
                 Command::AbortGroup(members, error) => progress.abort_group(&members, &error),
                 Command::Help(members) => progress.help(members),
                 Command::SendAway(rank, why) => progress.send_away(rank, why),
-                Command::Stop(completion) => self.abort_call(progress, &completion),
+                Command::Stop(completion, why) => self.abort_call(progress, &completion, &why),
             }
         }
     }

@@ -135,11 +135,11 @@ impl Engine {
             Err(stop) => {
                 // Return only when nobody uses the caller's memory any more. If there is no other thread to see to that,
                 // this one does.
-                if self.command(Command::Stop(completion.clone())).is_err()
+                if self.command(Command::Stop(completion.clone(), stop.clone())).is_err()
                     && let Ok(mut progress) = driver.progress.lock()
                 {
                     driver.take_inbox(&mut progress);
-                    driver.abort_call(&mut progress, &completion);
+                    driver.abort_call(&mut progress, &completion, &stop);
                     driver.finish(&mut progress, &completion);
                 }
                 let _ = completion.wait(None, &mut || self.check_sound());

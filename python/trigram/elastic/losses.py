@@ -32,7 +32,7 @@ def _look() -> None:
     """Ends a wait when a rank is lost. Where a rank waits for those of its place only, the loss of another
     ends no call, and what is left of that one's replica may not come for long."""
     if membership.has_lost():
-        raise AbortedError("elastic: a rank was lost; the others change the membership without its replica")
+        raise AbortedError(membership.why_aborted())
 
 
 def agreed(lost: bool) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from trigram import collectives
 from trigram.collectives import serialization
-from trigram.elastic.membership import current
+from trigram.elastic.membership import current, why_aborted
 from trigram.errors import AbortedError, TrigramError
 from trigram.runtime import serving
 from trigram.runtime.group import Group
@@ -72,7 +72,7 @@ class StateTransfer:
 
     def _look(self) -> None:
         if self._is_called():
-            raise AbortedError("elastic: the ranks change before the training state has come to this one")
+            raise AbortedError(why_aborted())
 
     def release_sent(self) -> None:
         """Releases the memory of transfers that have ended."""

@@ -291,7 +291,7 @@ class Core:
         splits: object = None,
         lists: object = None,
     ) -> None:
-        """Makes a call and waits for it. What ends the wait ends the call on all ranks, as the engine does."""
+        """Makes a call and waits for it. What ends the wait ends the call on all ranks."""
         work = self.start(asked, memory, timeout, splits, lists)
         try:
             work.wait()

@@ -133,11 +133,20 @@ OF_EACH_KIND = ["bytegrad", "diloco", "low_precision_decentralized", "async", "p
 
 @pytest.mark.parametrize("algorithm", long_unless(OF_EACH_KIND, ALGORITHMS))
 def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
-    world, steps, victim = 3, 300, 1
+    _goes_on_and_lets_in(algorithm, None, 1)
+
+
+@pytest.mark.parametrize("victim", [0, long(1)])
+def test_a_quorum_goes_on_without_its_leader_and_lets_it_in(victim: int) -> None:
+    _goes_on_and_lets_in("local_sgd", {"every": 3, "quorum": 2, "grace": 0.001}, victim)
+
+
+def _goes_on_and_lets_in(algorithm: str, options: dict[str, Any] | None, victim: int) -> None:
+    world, steps = 3, 300
     arguments = (steps, algorithm, {victim: 5}, 0.01)
-    with Ranks(world, train, *arguments, False, None, "before", True) as ranks:
-        await_step(ranks, 0, 8)
-        come(ranks, victim, *arguments, True, None, "before", True)
+    with Ranks(world, train, *arguments, False, options, "before", True) as ranks:
+        await_step(ranks, 2, 8)
+        come(ranks, victim, *arguments, True, options, "before", True)
         results = ranks.results(120)
     entered = results[victim]["first"]
     assert 5 < entered < steps, "it came back, and in time"

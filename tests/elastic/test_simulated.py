@@ -22,6 +22,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {},
     "bytegrad": {},
     "local_sgd": {"every": 3},
+    "local_sgd, quorum": {"every": 3, "quorum": 2},
     "diloco": {"every": 3},
     "decentralized": {},
     "decentralized, no overlap": {"overlap": False},

@@ -196,7 +196,6 @@ REFUSALS = (
         "warmup_steps=",
         "a rank that joins does not take part in a warm-up; choose an algorithm without warm-up",
     ),
-    Refusal("elastic=True", "quorum=", "its ranks all depend on the first one; use one of both"),
     Refusal(
         "elastic=True",
         "fused=True",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from trigram.collectives.consistency import tell_all
 from trigram.runtime import job, world
@@ -23,8 +24,22 @@ from trigram.runtime.job import Part
 from trigram.runtime.records import broadcast_bytes
 
 _KEY = 0x616E7377
-_APART = -1
 _UNKNOWN = 0
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others in a new epoch: see :class:`Answers`, and ``sends_now`` there.
+
+    Attributes:
+        apart: It makes its next call alone.
+    """
+
+    done: int
+    answered: int
+    inside: int
+    apart: int
+    sends_now: int
+    first: int
 
 
 @job.told
@@ -39,7 +54,7 @@ class Answers(Part):
         joins: This rank joins, and its first step has not begun: its script makes calls that the others have
             made before.
         first: The number, from 1, of the first call in which this rank takes part; 0: not known yet.
-        since: The same of the ranks that have joined, as far as they are not in it for long.
+        since: The same of the others that have joined, as far as they are not in it for long.
         tells: This rank has sent its state to those of whom that is not known.
     """
 
@@ -110,22 +125,23 @@ class Answers(Part):
         Returns:
             Whether a rank is in a call or joins, and has yet to come to what others do who are in none.
         """
-        apart = self.alone or self.answered < self.done
-        mine = [_APART if apart else self.done, int(self.inside), int(sends_now), self.first]
-        told = dict(zip(group.ranks, tell_all(mine, group), strict=True))
-        most = max(done for done, *_ in told.values())
+        me, apart = group.ranks[group.rank], self.alone
+        mine = [self.done, self.answered, int(self.inside), int(apart), int(sends_now), self.first]
+        told = dict(zip(group.ranks, (_Told(*row) for row in tell_all(mine, group)), strict=True))
+        most = max(one.answered for one in told.values())
         # Who joins too: it may have to tell others.
-        if any(done < most for done, *_ in told.values()):
-            holder = next(place for place, (done, *_) in enumerate(told.values()) if done == most)
+        if any(one.answered < most for one in told.values()):
+            holder = next(place for place, one in enumerate(told.values()) if one.answered == most)
             self.last = broadcast_bytes(group, self.last, holder)
-        if not apart or group.ranks[group.rank] in newcomers:  # else it knows where its script is
+        if not apart or me in newcomers:  # else it knows where its script is
             self.done = max(most, self.done)
         self.answered, self.tells = most, False
-        first = max(most, 0) + 1 if told[source][2] else _UNKNOWN
-        self.since = {r: first if r in newcomers else row[3] for r, row in told.items() if row[0] == _APART}
-        self.first = self.since.pop(group.ranks[group.rank], self.first)
+        joined = most + 1 if told[source].sends_now else _UNKNOWN
+        begins = {r: joined if r in newcomers else one.first for r, one in told.items()}
+        self.first = begins.pop(me)
+        self.since = {r: first for r, first in begins.items() if first == _UNKNOWN or first > most + 1}
         # Not whether one has missed an answer: it may have got it in an epoch that another loss has ended.
-        return any(inside or done == _APART for done, inside, *_ in told.values())
+        return any(one.inside or one.apart or one.done > most for one in told.values())
 
     def left(self) -> None:
         """See the class."""

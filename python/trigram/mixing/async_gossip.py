@@ -397,6 +397,9 @@ class AsyncGossip:
             self.neighbours[j].asked = time.perf_counter()
             self.neighbours[j].send(_OFFER, offer.first, offer.number)
 
+    def behind(self, steps: int) -> None:
+        """Nothing to do: no rank waits for the steps of another."""
+
     def begin_step(self) -> None:
         """Nothing to do: steps begin and end at boundaries."""
 

@@ -80,6 +80,7 @@ class QuorumSteps:
         self.steps_done = self.waits = self.bytes = 0
         self.waited = 0.0
         self.trained = 0  # training steps of this rank since its last average
+        self.made = 0  # boundaries since then; in an elastic job, counted so that all are due together
         self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
         self.there = [True] * n  # who has not ended its training
         if groups.sample_weight is not None:
@@ -103,9 +104,10 @@ class QuorumSteps:
                 "(quorum=), so they cannot go on; restart from a checkpoint, and let all ranks make that call"
             )
         self.trained += 1
+        self.made += 1
         self._listen()
         # By this rank's own steps since its last average: one that came late is in step again after the next.
-        if not self.trained or self.trained % self.every:
+        if self.made <= 0 or self.made % self.every:
             return
         since = time.perf_counter()
         if self.rank == 0:
@@ -113,6 +115,11 @@ class QuorumSteps:
         elif self.there[0]:
             self._follow()
         self.waited += time.perf_counter() - since
+
+    def behind(self, steps: int) -> None:
+        """See :class:`trigram.training.schedule.StepSchedule`: all ranks have their next averaging step at
+        the same training step, or one would wait for it while another waits in a collective of the script."""
+        self.made = int(math.fmod(-steps, self.every))
 
     def _lead(self, since: float) -> None:
         """Waits for the quorum and the grace window, decides, and averages with those who are there."""
@@ -133,7 +140,7 @@ class QuorumSteps:
             self._check_limit(since, missing, f"a quorum of {self.quorum}")
             return False
 
-        serving.until(is_enough)
+        self._until(is_enough)
         members = [0, *(j for j in there if self.here[j])]
         flags = [int(j in members) for j in range(self.groups.size)]
         for j in there:
@@ -156,8 +163,14 @@ class QuorumSteps:
             self._check_limit(since, [0], "the decision of the first rank")
             return False
 
-        serving.until(is_decided)
+        self._until(is_decided)
         self.late = False  # if it was, it does not wait this time; the next decision takes it in
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Waits; raises AbortedError if the members of an elastic job change: then one of them leads that
+        may not be the leader now."""
+        with serving.looking(self.groups.check_interrupted):
+            serving.until(done)
 
     def _check_limit(self, since: float, missing: Sequence[int], what: str) -> None:
         """Raises when the wait has lasted as long as a call of the script may."""
@@ -213,7 +226,7 @@ class QuorumSteps:
         span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
         weights, mine = self.weights, float(self.trained)
         if len(members) > 1:  # what a rank trains alone counts in its next average
-            self.trained = 0
+            self.trained = self.made = 0
             if self.groups.sample_weight is not None:
                 [mine], self.groups.sample_weight.pending = self.groups.sample_weight.pending, [0.0]
             weights.take()
@@ -332,7 +345,7 @@ class QuorumSteps:
             self._listen()
             return len(self.flushed_by) == len(self.inboxes)
 
-        serving.until(are_flushed)
+        self._until(are_flushed)
 
     def close(self) -> None:
         """Ends the receives that are open; all ranks call it after :meth:`drain`."""
@@ -348,10 +361,11 @@ class QuorumSteps:
         """The averaging steps so far, and this rank's training steps since the last, with their weight."""
         weight = self.groups.sample_weight
         kept = {"weight": list(weight.pending)} if weight is not None else {}
-        return {**kept, "rounds": self.steps_done, "trained": self.trained}
+        return {**kept, "rounds": self.steps_done, "trained": self.trained, "made": self.made}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.steps_done, self.trained = state["rounds"], state["trained"]
+        self.made = state.get("made", self.trained)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.load(state["weight"])

@@ -121,7 +121,8 @@ class Request:
             _warn_of(chosen.name, [*chosen.unknown, *unknown], ranks)
         if self.automatic is not None:
             _warn_of("auto", self.automatic.ignored, ranks)
-        extras.check(chosen, ranks.size if self.elastic is False else places.counting())
+        elastic = self.elastic is not False
+        extras.check(chosen, places.counting() if elastic else ranks.size, elastic)
         features = compatibility.features(chosen) | extras.features() | _of_model(model, extras.ignore)
         compatibility.check(f"algorithm {chosen.name!r}", features)
         if self.elastic is not False:

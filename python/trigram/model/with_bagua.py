@@ -255,7 +255,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     if wrapped.states is not None:
         check_elastic(chosen)
     check_copies(chosen, wrapped.states is not None)
-    wrapped.extras.check(chosen, wrapped.size if wrapped.states is None else counting())
+    elastic = wrapped.states is not None
+    wrapped.extras.check(chosen, counting() if elastic else wrapped.size, elastic)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.tracker.awaits_update()
         wrapped.hooks.drain(between_steps=True)

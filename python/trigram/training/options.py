@@ -56,8 +56,14 @@ class Options:
                 unknown.append(field.name)
         return kept, unknown
 
-    def check(self, algorithm: Algorithm, size: int) -> None:
-        """Raises if the algorithm does not support an option on ``size`` ranks; sends nothing."""
+    def check(self, algorithm: Algorithm, size: int, elastic: bool = False) -> None:
+        """Raises if the algorithm does not support an option on ``size`` ranks; sends nothing.
+
+        Args:
+            algorithm: The algorithm.
+            size: How many ranks there are now.
+            elastic: There may be more.
+        """
         rule = algorithm.aggregation
         if rule is not None and 1 < size < rule.least():
             raise UnsupportedError(
@@ -65,7 +71,7 @@ class Options:
                 f"{rule.parameter:g} smallest values, so it needs at least {rule.least()} ranks; there are "
                 f"{size}"
             )
-        if (quorum := algorithm.options.quorum or 1) > max(size, 1):
+        if not elastic and (quorum := algorithm.options.quorum or 1) > max(size, 1):
             raise UnsupportedError(f"{algorithm.name}: quorum={quorum} needs as many ranks; there are {size}")
         if self.check_replicas < 0:
             raise MisuseError(

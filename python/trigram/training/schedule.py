@@ -39,6 +39,10 @@ class StepSchedule(Protocol):
     def boundary(self, step: int) -> None:
         """Called at a boundary, after ``step`` training steps in total."""
 
+    def behind(self, steps: int) -> None:
+        """Called when the ranks of an elastic job begin again: this one has so many boundaries to make until
+        it has made as many as the first."""
+
     def begin_step(self) -> None:
         """Called when a training step begins: in its first forward pass, or when its backward pass begins."""
 
@@ -139,6 +143,9 @@ class _CountedSchedule:
         self.due_at = 0  # the last boundary at which one was due
         if groups.sample_weight is not None:
             groups.sample_weight.divide(len(fragments))
+
+    def behind(self, steps: int) -> None:
+        """Nothing to do: boundaries are counted alike on all ranks, or nothing depends on them."""
 
     def begin_step(self) -> None:
         """See :class:`StepSchedule`."""

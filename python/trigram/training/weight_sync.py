@@ -282,7 +282,7 @@ class WeightSync(StepHooks):
 
         If one rank has made a boundary, perhaps with an averaging step that was lost, the other ranks skip
         that boundary, so that the next averaging step has all ranks. A joining rank starts at the step of the
-        rank whose state it gets, and which its script has then; where ranks are not in step, at the smallest
+        rank whose state it gets, and which its script has then; of an asynchronous algorithm, at the smallest
         of all ranks, so that it misses no collective of the script.
         """
         position = torch.tensor(
@@ -295,12 +295,13 @@ class WeightSync(StepHooks):
         self._take_mean(self.groups.control, self.groups.size - len(part.newcomers), part.is_new)
         # After that call, so that only the joining rank waits for the rest of the state.
         if part.newcomer and (sent := part.receive()) is not None:
-            step = sent["last"] if self.in_step else -int(position[1])
+            step = -int(position[1]) if self.times.asynchronous else sent["last"]
             self.tracker.start_at(step, step)
         part.has_state()
         if hasattr(self, "schedule"):
             self.counters.keep(self.schedule)
         self._prepare()
+        self.schedule.behind(self.boundaries.skip_until - self.tracker.last)
 
     @torch.no_grad()
     def _take_mean(self, group: Group, contributing: int, is_new: bool = False) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,15 @@ def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
 @pytest.mark.parametrize("victim", [0, long(1)])
 def test_a_quorum_goes_on_without_its_leader_and_lets_it_in(victim: int) -> None:
     _goes_on_and_lets_in("local_sgd", {"every": 3, "quorum": 2, "grace": 0.001}, victim)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "warmup"),
+    [("decentralized", 20), ("bytegrad", 20), ("local_sgd", 250), long("async", 20), long("bytegrad", 250)],
+)
+def test_who_joins_in_a_warmup_or_after_it(algorithm: str, warmup: int) -> None:
+    """A rank is lost in the warm-up, which ends before it is back, or after that."""
+    _goes_on_and_lets_in(algorithm, {"warmup_steps": warmup}, 1)
 
 
 def _goes_on_and_lets_in(algorithm: str, options: dict[str, Any] | None, victim: int) -> None:

@@ -17,6 +17,7 @@ from tests.support.simulated.script import Faults, Run, check
 from trigram.elastic.knowledge import Knowledge
 from trigram.elastic.membership import PreparedWorld
 from trigram.elastic.succession import Succession
+from trigram.training.elastic_model import ElasticModel
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {},
@@ -28,6 +29,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "decentralized, no overlap": {"overlap": False},
     "async": {},
     "async_decentralized": {},
+    "decentralized, warm-up": {"warmup_steps": 3},
+    "async, warm-up": {"warmup_steps": 4},
+    "bytegrad, warm-up": {"warmup_steps": 3},
 }
 FAULTS = [("kill", "join", "drain", "restart"), ("part",), long(("kill", "join", "part"))]
 
@@ -67,6 +71,24 @@ def test_a_rank_dies_at_every_point(ranks: int) -> None:
             for seed in range(2):
                 died = Run(seed, ranks, 3, Faults(kills={name: point})).go()
                 check(died, {name}, 3)
+
+
+def _dies_where_a_warmup_ends() -> None:
+    """In the last pass of the warm-up, which some have counted and others not, and in the change after it."""
+    for seed in range(14):
+        for point in (18, 19, 20, 22):
+            died = Run(
+                seed, 3, 6, Faults({"rank 0": point}), 0, bool(seed % 2), 0, 1, "decentralized", warmup_steps=2
+            )
+            check(died.go(), {"rank 0"}, 6, exact=False)
+
+
+def test_a_warmup_ends_on_all_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _dies_where_a_warmup_ends()
+    follow = ElasticModel._follow_warmup
+    monkeypatch.setattr(ElasticModel, "_follow_warmup", lambda self, together: follow(self, True))
+    with pytest.raises(AssertionError):
+        _dies_where_a_warmup_ends()
 
 
 # What the simulation is worth: it finds parts of the protocol that are taken out.

@@ -193,8 +193,8 @@ REFUSALS = (
     Refusal("elastic=True", "group=", "an elastic job trains on all its ranks; remove group="),
     Refusal(
         "elastic=True",
-        "warmup_steps=",
-        "a rank that joins does not take part in a warm-up; choose an algorithm without warm-up",
+        "QAdam's momentum",
+        "a rank that joins after the warm-up has no second moment to divide by; choose another algorithm",
     ),
     Refusal(
         "elastic=True",

@@ -171,7 +171,9 @@ def join_job() -> None:
         known.join_change = recover(boundary=False)
 
 
-def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
+def _describe_change(
+    group: Group, newcomer: bool, commit: bool, behind: bool = False, together: bool = False
+) -> MembershipChange:
     """The change, with the new ranks that all members name in the new epoch. All of them call it."""
     mine = current()[1]
     # A replica has the training state if all of its ranks have.
@@ -181,10 +183,10 @@ def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = 
     source = places.first([r for r in group.ranks if r not in newcomers])
     now = all(model.sends_now for model in job.here().part(_Models).of(group))
     behind |= job.here().part(Answers).settle(group, newcomers, source, now)
-    return MembershipChange(newcomers, source, commit, True, behind)
+    return MembershipChange(newcomers, source, commit, True, behind, together=together)
 
 
-def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
+def recover(boundary: bool = True, complete: bool = False, renew: bool = False) -> MembershipChange:
     """Removes lost ranks, admits new ones, and lets all models continue. All members call it.
 
     Where ranks are not in step, each call counts as between two steps, and always begins a new epoch: some
@@ -193,6 +195,7 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
     Args:
         boundary: This rank is between two steps.
         complete: This rank has all results of the backward pass under way.
+        renew: Begin a new epoch, also if its members are the same.
 
     Raises:
         PeerLostError: The ranks that this rank reaches are too few to continue the job.
@@ -200,16 +203,17 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
         SystemExit: This one was, and has left.
     """
     with current()[1].history.waste():
-        return _recover(boundary, complete)
+        return _recover(boundary, complete, renew)
 
 
-def _recover(boundary: bool, complete: bool) -> MembershipChange:
+def _recover(boundary: bool, complete: bool, renew: bool) -> MembershipChange:
     """See :func:`recover`."""
+    before = current()[0].group.ranks
     while True:
         models = job.here().part(_Models).of(current()[0].group)
         out_of_step = not all(m.in_step for m in models)
         change = membership.change_membership(
-            boundary or out_of_step, complete, out_of_step, _leaving(models)
+            boundary or out_of_step, complete, out_of_step or renew, _leaving(models)
         )
         if change.leaves:
             leave(models)
@@ -224,13 +228,17 @@ def _recover(boundary: bool, complete: bool) -> MembershipChange:
         if change.commit:
             mine.newcomer = False  # its first pass counts, so it has received the training state
         with losses.caught() as lost:
-            change = _describe_change(now.group, mine.newcomer, change.commit, change.behind)
+            change = _describe_change(
+                now.group, mine.newcomer, change.commit, change.behind, change.together
+            )
             known = job.here().part(_Models)
             known.models = known.of(now.group)
             for model in known.models:
                 model.renew(now.group, change)
         if losses.agreed(bool(lost)):
             continue
+        if renew and now.group.ranks == before:
+            return _answered(replace(change, drained=drained), now.group)
         logs.warning(
             f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
             + (f"; {listed(change.newcomers)} joined" if change.newcomers else "")

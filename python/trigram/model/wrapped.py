@@ -134,20 +134,22 @@ class WrappedModel:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes)
         elif warmup:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))
-            self.hooks.warmup_end.follow(warmup, self.proceed)
+            self.hooks.warmup_end.follow(
+                warmup, self.proceed if self.states is None else self._proceed_together
+            )
         else:
             self.hooks = self._compose(model)
         self.hooks.times.earlier = self.earlier_steps
         if self.states is not None:
-            hooks = self.hooks
-            part = ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
-            hooks.elastic = part
+            title, proceed = f"{chosen}{self.extras}", self.proceed if warmup else None
+            part = ElasticModel(model, title, self.states, self.groups, self.hooks, proceed)
+            self.hooks.elastic = part
             try:
                 recovery.add(part)
             except TrigramError:  # it has not begun, so nothing of it is to be ended
-                hooks.close()
-                if isinstance(hooks, WeightSync):
-                    job.here().part(RunningModels).remove(hooks)
+                self.hooks.close()
+                if isinstance(self.hooks, WeightSync):
+                    job.here().part(RunningModels).remove(self.hooks)
                 recovery.withdraw()
                 raise
             self.groups.joining = False
@@ -191,13 +193,15 @@ class WrappedModel:
 
     def proceed(self) -> StepHooks:
         """Starts the algorithm after its warm-up."""
-        model = self.model()
-        assert model is not None
-        sync = self.hooks.sync if self.hooks else True
+        model, before = self.model(), self.hooks
+        assert model is not None and before is not None
         self.end()
-        self.hooks = self._compose(model)
-        self.hooks.sync = sync
-        self.hooks.times.earlier = self.earlier_steps
+        return self._begin_again(self._compose(model), before)
+
+    def _proceed_together(self) -> StepHooks:
+        """The same in an elastic job, whose ranks may be lost meanwhile, or join."""
+        assert self.hooks is not None and isinstance(self.hooks.elastic, ElasticModel)
+        self.hooks.elastic.end_warmup()
         return self.hooks
 
     def restart(self, algorithm: Algorithm) -> StepHooks:
@@ -217,7 +221,7 @@ class WrappedModel:
         return self._begin_again(self.hooks, before)
 
     def _begin_again(self, hooks: StepHooks, before: StepHooks) -> StepHooks:
-        """These hooks take the place of others of the same algorithm."""
+        """These hooks take the place of others."""
         self.hooks = hooks
         self.hooks.sync, self.hooks.times.earlier = before.sync, self.earlier_steps
         if isinstance(before.elastic, ElasticModel):

@@ -81,6 +81,14 @@ class ElasticHooks(Protocol):
     steps: int
 
     @property
+    def warming(self) -> bool:
+        """Whether they make an algorithm's warm-up."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether they have made its steps."""
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether weights must not change now, as the mean of them does that a change of members takes."""
 
@@ -125,6 +133,7 @@ class ElasticModel:
         states: What belongs to the training state beside the weights: optimizer, schedulers.
         groups: The model's process groups.
         hooks: The model's step hooks.
+        proceed: Begins the algorithm after its warm-up, with other hooks; None: it has no warm-up.
 
     Attributes:
         arrived: World ranks that joined and contribute nothing to the step under way.
@@ -148,6 +157,7 @@ class ElasticModel:
         states: Sequence[Stateful],
         groups: ModelGroups,
         hooks: ElasticHooks,
+        proceed: Callable[[], object] | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.title, self.groups, self.hooks = title, groups, hooks
@@ -155,6 +165,7 @@ class ElasticModel:
         self.members = current()[0].group
         self._find_places()
         self.in_step = hooks.in_step
+        self._proceed, self._warmed_up = proceed, 0
         groups.interrupted = self.is_called
         groups.silent = self._silent_places
         groups.source = self.first_with_state
@@ -181,7 +192,42 @@ class ElasticModel:
 
     def begins_again(self, hooks: ElasticHooks) -> None:
         """The algorithm has other hooks from now on."""
-        self.hooks = hooks
+        self.hooks, self.in_step = hooks, hooks.in_step
+
+    # The end of a warm-up is a change of the membership without a change of its members (ADR 65): it happens
+    # on all ranks or on none, also if one is lost meanwhile, and a joining rank finds out which.
+
+    def end_warmup(self) -> None:
+        """Between two steps, when this rank has made those of the warm-up: ends it, with all members."""
+        before = self.hooks
+        while self.hooks is before:  # another may have come because of a loss, in the middle of its last step
+            self._between_steps = True
+            recover(boundary=True, renew=True)
+
+    def _follow_warmup(self, together: bool) -> None:
+        """In a new epoch, ends the warm-up if all members have made its steps, or if it has ended before.
+
+        Args:
+            together: All of them are between the same two steps.
+        """
+        if self._proceed is None:
+            return
+        before = self.hooks
+        ends = not before.warming or (together and not self.is_new and before.is_warm)
+        made = (before.steps if before.warming else self._warmed_up) if ends else 0
+        told = torch.tensor([int(ends), made], device="cpu")
+        collectives.all_reduce(told, "max", None, self.everyone)
+        if not told[0]:
+            return
+        if before.warming:
+            before.steps = self._warmed_up = int(told[1])  # a joining rank has made none
+            joining, self.groups.joining = self.groups.joining, True  # no calls: the weights are equal
+            try:
+                self._proceed()
+            finally:
+                self.groups.joining = joining
+        # Nobody makes a step before all have come so far: who is lost now is lost to ranks between two steps.
+        collectives.barrier(self.everyone)
 
     @property
     def newcomer(self) -> bool:
@@ -253,12 +299,7 @@ class ElasticModel:
         rank = control.ranks[control.rank]
         # The source's replica has the state of each place.
         (source,) = current()[1].replicas.row(rank, current()[1].replicas.of(change.source))
-        mine = None
-        if rank == source:
-            mine = {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
-            trained = self.groups.trained
-            mine["trained"] = [(id(p) in trained, p.requires_grad) for p in self._parameters()]
-            mine["later"] = not self.sends_now
+        mine = {"title": self.title, "layout": self._layout()} if rank == source else None
         meta = _broadcast(mine, source, control)
         if meta["title"] != self.title:
             raise MismatchError(
@@ -272,6 +313,12 @@ class ElasticModel:
         self.arrived = change.newcomers
         self.is_new = rank in change.newcomers
         self.behind = change.behind
+        self._follow_warmup(change.together)
+        if rank == source:
+            trained = self.groups.trained
+            mine = {"trained": [(id(p) in trained, p.requires_grad) for p in self._parameters()]}
+            mine |= {"later": not self.sends_now, **self.hooks.meta()}
+        meta = _broadcast(mine, source, control)
         self._start_transfer(source, control, meta["later"])
         if self.is_new:  # a script may freeze and unfreeze as it goes, which this rank has not seen
             for p, (is_trained, requires_grad) in zip(self._parameters(), meta["trained"], strict=True):

@@ -272,6 +272,16 @@ class GradientSync(StepHooks):
         self.passes.active = True
         self._begin(None, self.this_pass.idle, redoing=True)
 
+    @property
+    def warming(self) -> bool:
+        """See :class:`StepHooks`."""
+        return self.warmup_end.is_ahead
+
+    @property
+    def is_warm(self) -> bool:
+        """See :class:`StepHooks`."""
+        return self.steps >= self.warmup_end.limit
+
     def meta(self) -> dict[str, Any]:
         """What a joining rank must know before its first step."""
         return {"order": self.buckets.order, "steps": self.steps, "since": self.since}
@@ -419,7 +429,8 @@ class GradientSync(StepHooks):
             return
         self.since_update = 0
         self.local.updated(self.params, mine)
-        if self.steps > 1 and self.warmup_end.covers(self.params):  # after one step not all are known
+        # After one step not all are known. In elastic jobs all end it together, before a pass.
+        if self.steps > 1 and not self.elastic.can_redo and self.warmup_end.covers(self.params):
             self.end_warmup()
 
     def end_warmup(self) -> PassMethod | None:

@@ -191,6 +191,16 @@ class StepHooks:
     # Elastic jobs.
 
     @property
+    def warming(self) -> bool:
+        """See :class:`trigram.training.elastic_model.ElasticHooks`."""
+        return False
+
+    @property
+    def is_warm(self) -> bool:
+        """See :class:`trigram.training.elastic_model.ElasticHooks`."""
+        return True
+
+    @property
     def keeps_weights(self) -> bool:
         """See :class:`trigram.training.elastic_model.ElasticHooks`."""
         return False

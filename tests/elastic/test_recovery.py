@@ -144,7 +144,15 @@ def test_a_quorum_goes_on_without_its_leader_and_lets_it_in(victim: int) -> None
 
 @pytest.mark.parametrize(
     ("algorithm", "warmup"),
-    [("decentralized", 20), ("bytegrad", 20), ("local_sgd", 250), long("async", 20), long("bytegrad", 250)],
+    [
+        ("decentralized", 20),
+        ("local_sgd", 250),
+        ("qadam", 20),
+        long("bytegrad", 20),
+        long("bytegrad", 250),
+        long("async", 20),
+        long("qadam", 250),
+    ],
 )
 def test_who_joins_in_a_warmup_or_after_it(algorithm: str, warmup: int) -> None:
     """A rank is lost in the warm-up, which ends before it is back, or after that."""

@@ -77,10 +77,9 @@ def _dies_where_a_warmup_ends() -> None:
     """In the last pass of the warm-up, which some have counted and others not, and in the change after it."""
     for seed in range(14):
         for point in (18, 19, 20, 22):
-            died = Run(
-                seed, 3, 6, Faults({"rank 0": point}), 0, bool(seed % 2), 0, 1, "decentralized", warmup_steps=2
-            )
-            check(died.go(), {"rank 0"}, 6, exact=False)
+            died, gathers = Faults({"rank 0": point}), bool(seed % 2)
+            run = Run(seed, 3, 6, died, gathers=gathers, algorithm="decentralized", warmup_steps=2)
+            check(run.go(), {"rank 0"}, 6, exact=False)
 
 
 def test_a_warmup_ends_on_all_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:

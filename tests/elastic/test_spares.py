@@ -229,6 +229,11 @@ def _refused(rank: int, world: int) -> None:
         )
         says(error, "init(spare=True)", "mean of gradients")
     net = model()
+    momentum = trigram.QAdam(net.parameters())
+    error = raises(
+        trigram.UnsupportedError, trigram.with_bagua, net, "qadam", optimizer=momentum, elastic=True
+    )
+    says(error, "init(spare=True)", "momentum")
     trigram.with_bagua(net, optimizer=optimizer(net), elastic=True)
     says(raises(trigram.UnsupportedError, trigram.switch, net, "local_sgd"), "init(spare=True)")
     says(raises(trigram.UnsupportedError, trigram.switch, net, "auto"), "elastic=True")

@@ -108,7 +108,7 @@ def train(
         with torch.no_grad():
             for p in net.parameters():
                 p.fill_(float("nan"))  # nothing of a newcomer's own weights may matter
-    opt = optimizer(net)
+    opt = trigram.QAdam(net.parameters(), lr=0.01) if algorithm == "qadam" else optimizer(net)
     net.register_buffer("count", torch.full((3,), float("nan") if again else 0.0))
     net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **(options or {}))
     first = trigram.stats(net)["steps"]

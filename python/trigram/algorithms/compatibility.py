@@ -40,6 +40,7 @@ Feature = Literal[
     "filters=",
     "modules with sparse=True",
     "elastic=True",
+    "state='sharded' with elastic=True",
     "init(spare=True)",
     "init(replica_size=)",
     "group=",
@@ -193,11 +194,6 @@ REFUSALS = (
     Refusal("elastic=True", "group=", "an elastic job trains on all its ranks; remove group="),
     Refusal(
         "elastic=True",
-        "QAdam's momentum",
-        "a rank that joins after the warm-up has no second moment to divide by; choose another algorithm",
-    ),
-    Refusal(
-        "elastic=True",
         "fused=True",
         "a step in which a rank is lost could not be repeated; remove fused=",
     ),
@@ -216,11 +212,22 @@ REFUSALS = (
         "modules with sparse=True",
         "a pass that is repeated does not keep sparse gradients; create the modules with sparse=False",
     ),
+    Refusal(
+        "state='sharded' with elastic=True",
+        "warmup_steps=",
+        "the state would be divided when the warm-up ends, and a rank may be lost meanwhile; choose an "
+        "algorithm without warm-up",
+    ),
     Refusal("elastic=True", "TRIGRAM_GRADIENTS", "ranks come and go; unset TRIGRAM_GRADIENTS"),
     Refusal(
         "init(spare=True)",
         "an algorithm that averages weights",
         "a spare follows the mean of gradients, in which it does not count; start it as an ordinary rank",
+    ),
+    Refusal(
+        "init(spare=True)",
+        "QAdam's momentum",
+        "the momentum that a spare has would count; start it as an ordinary rank",
     ),
     Refusal(
         "init(spare=True)",

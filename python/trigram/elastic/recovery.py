@@ -228,9 +228,7 @@ def _recover(boundary: bool, complete: bool, renew: bool) -> MembershipChange:
         if change.commit:
             mine.newcomer = False  # its first pass counts, so it has received the training state
         with losses.caught() as lost:
-            change = _describe_change(
-                now.group, mine.newcomer, change.commit, change.behind, change.together
-            )
+            change = _describe_change(now.group, mine.newcomer, change.commit, change.behind, change.together)
             known = job.here().part(_Models)
             known.models = known.of(now.group)
             for model in known.models:

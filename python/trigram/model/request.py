@@ -84,6 +84,8 @@ class Request:
             )
         features = compatibility.features(self.algorithm) | _of_model(model, frozenset())
         features.add("elastic=True")
+        if self.algorithm.options.sharded:
+            features.add("state='sharded' with elastic=True")
         if self.group is not None:
             features.add("group=")
         if fidelity.every():

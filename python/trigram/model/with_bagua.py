@@ -140,13 +140,14 @@ def with_bagua(
 def _wrap(model: nn.Module, asked: Request, ranks: Group) -> None:
     """Installs the hooks; all ranks call it, and raise together."""
     elastic = asked.elastic is not False
+    # In an elastic job it is part of the training state, which most algorithms leave alone.
+    uses_it = asked.algorithm.options.sharded or asked.algorithm.value.carry == "momentum"
     wrapped = wrapped_models[model] = WrappedModel(
         model,
         asked.algorithm,
         ranks,
         int(asked.bucket_mb * (1 << 20)),
-        # In an elastic job it is part of the training state, which algorithms leave alone.
-        None if elastic and not asked.algorithm.options.sharded else asked.optimizer,
+        None if elastic and not uses_it else asked.optimizer,
         asked.extras,
         asked.states,
         str(asked.automatic or ""),

@@ -299,7 +299,9 @@ class ElasticModel:
         rank = control.ranks[control.rank]
         # The source's replica has the state of each place.
         (source,) = current()[1].replicas.row(rank, current()[1].replicas.of(change.source))
-        mine = {"title": self.title, "layout": self._layout()} if rank == source else None
+        mine: dict[str, Any] | None = None
+        if rank == source:
+            mine = {"title": self.title, "layout": self._layout()}
         meta = _broadcast(mine, source, control)
         if meta["title"] != self.title:
             raise MismatchError(

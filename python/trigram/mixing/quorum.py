@@ -361,11 +361,12 @@ class QuorumSteps:
         """The averaging steps so far, and this rank's training steps since the last, with their weight."""
         weight = self.groups.sample_weight
         kept = {"weight": list(weight.pending)} if weight is not None else {}
-        return {**kept, "rounds": self.steps_done, "trained": self.trained, "made": self.made}
+        # Where these differ, in elastic jobs, when the ranks are due is what they must have alike.
+        return {**kept, "rounds": self.steps_done, "trained": self.made}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
-        self.steps_done, self.trained = state["rounds"], state["trained"]
-        self.made = state.get("made", self.trained)
+        self.steps_done, self.made = state["rounds"], state["trained"]
+        self.trained = max(self.made, 0)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.load(state["weight"])

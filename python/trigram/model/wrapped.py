@@ -142,7 +142,8 @@ class WrappedModel:
         self.hooks.times.earlier = self.earlier_steps
         if self.states is not None:
             title, proceed = f"{chosen}{self.extras}", self.proceed if warmup else None
-            part = ElasticModel(model, title, self.states, self.groups, self.hooks, proceed)
+            earlier = lambda: self.earlier_steps  # noqa: E731
+            part = ElasticModel(model, title, self.states, self.groups, self.hooks, proceed, earlier)
             self.hooks.elastic = part
             try:
                 recovery.add(part)

@@ -134,6 +134,7 @@ class ElasticModel:
         groups: The model's process groups.
         hooks: The model's step hooks.
         proceed: Begins the algorithm after its warm-up, with other hooks; None: it has no warm-up.
+        earlier: How many steps the model has made with earlier hooks.
 
     Attributes:
         arrived: World ranks that joined and contribute nothing to the step under way.
@@ -158,6 +159,7 @@ class ElasticModel:
         groups: ModelGroups,
         hooks: ElasticHooks,
         proceed: Callable[[], object] | None = None,
+        earlier: Callable[[], int] = int,
     ) -> None:
         self.model = weakref.ref(model)
         self.title, self.groups, self.hooks = title, groups, hooks
@@ -165,7 +167,7 @@ class ElasticModel:
         self.members = current()[0].group
         self._find_places()
         self.in_step = hooks.in_step
-        self._proceed, self._warmed_up = proceed, 0
+        self._proceed, self._earlier = proceed, earlier
         groups.interrupted = self.is_called
         groups.silent = self._silent_places
         groups.source = self.first_with_state
@@ -214,13 +216,14 @@ class ElasticModel:
             return
         before = self.hooks
         ends = not before.warming or (together and not self.is_new and before.is_warm)
-        made = (before.steps if before.warming else self._warmed_up) if ends else 0
+        made = self._earlier() + before.steps * before.warming if ends else 0
         told = torch.tensor([int(ends), made], device="cpu")
         collectives.all_reduce(told, "max", None, self.everyone)
         if not told[0]:
             return
         if before.warming:
-            before.steps = self._warmed_up = int(told[1])  # a joining rank has made none
+            if self.is_new:
+                before.steps = int(told[1])  # it has made none
             joining, self.groups.joining = self.groups.joining, True  # no calls: the weights are equal
             try:
                 self._proceed()

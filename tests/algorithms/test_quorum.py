@@ -102,20 +102,67 @@ def test_a_late_rank_is_merged(transport: str) -> None:
         assert abs(three - expected) < 1e-5, (results, expected)
 
 
-@CASES
-def all_of_them(rank: int, world: int) -> None:
+def _late_for_a_fragment(rank: int, world: int) -> tuple[list[float], int]:
+    """The values of the weights after the third averaging step, which is of the second fragment, as the first
+    was, and the training steps of rank 2."""
+    module, model, step = walk(rank, 2, grace=0.5, fragments=2)
+    trained, half = 0, EVERY // 2
+    if rank < 2:
+        for _ in range(2 * half):
+            step()
+        flag(f"two-{rank}")
+        await_flag("says it is there")
+        for _ in range(half):
+            step()
+        assert trigram.stats(model)["rounds"] == 3
+    else:
+        step()
+        await_flag("two-0")
+        await_flag("two-1")
+        for _ in range(half):
+            step()
+        trained = 1 + half
+        flag("says it is there")
+        while trigram.stats(model)["rounds"] == 0:
+            time.sleep(0.02)
+            step()
+            trained += 1
+    found = torch.cat([p.detach().flatten() for p in module.parameters()]).unique().tolist()
+    with trigram.consensus(model):  # all ranks end the averaging steps together
+        pass
+    return found, trained
+
+
+def test_a_late_rank_is_merged_fragment_by_fragment() -> None:
+    results = run(3, _late_for_a_fragment, timeout=40)
+    trained = results[2][1]
+    first = -EVERY * 0.125 * 1.5  # of the first fragment, by ranks 0 and 1
+    there = [-EVERY / 2 * 0.125 * 1.5 - EVERY * 0.125, -EVERY / 2 * 0.125 * 1.5 - EVERY * 0.25]
+    there.append(-trained * 0.375)
+    weights = [EVERY, EVERY, trained]
+    mean = sum(x * w for x, w in zip(there, weights, strict=True)) / sum(weights)
+    others = [first - EVERY / 2 * 0.125, first - EVERY / 2 * 0.25, -trained * 0.375]
+    for (found, _), other in zip(results, others, strict=True):
+        assert (
+            len(found) == 2
+            and max(abs(a - b) for a, b in zip(found, sorted((mean, other)), strict=True)) < 1e-5
+        )
+
+
+@CASES.over(1, 3)
+def all_of_them(rank: int, world: int, fragments: int) -> None:
     """With a quorum of all ranks it is local SGD."""
     found = []
     for options in ({"quorum": world}, {}):
         torch.manual_seed(8)
         module = net()
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-        model = trigram.with_bagua(module, "local_sgd", every=3, **options)
+        model = trigram.with_bagua(module, "local_sgd", every=3, fragments=fragments, **options)
         for step in range(13):
             optimizer.zero_grad()
             loss(model, rank, step).backward()
             optimizer.step()
-        assert trigram.stats(model)["rounds"] == 4
+        assert trigram.stats(model)["rounds"] == 13 // 3 * fragments + (fragments == 3)
         found.append([p.detach().clone() for p in module.parameters()])
     for a, b in zip(*found, strict=True):
         close(a, b, 1e-6 * float(b.abs().max()))
@@ -212,6 +259,29 @@ def ends_early(rank: int, world: int, who: int) -> None:
     assert alone or value < 0
 
 
+@CASES
+def a_state_between_fragments(rank: int, world: int) -> None:
+    """A resumption goes on with the next fragment, and with what was trained since the last of each."""
+    module, model, step = walk(rank, world, fragments=2)
+    for _ in range(3):
+        step()
+    kept, state = [p.detach().clone() for p in module.parameters()], trigram.algorithm_state(model)
+    for _ in range(6):
+        step()
+    went_on = [p.detach().clone() for p in module.parameters()]
+    trigram.unwrap(model)
+    module, model, step = walk(rank, world, fragments=2)
+    with torch.no_grad():
+        for p, value in zip(module.parameters(), kept, strict=True):
+            p.copy_(value)
+    trigram.load_algorithm_state(model, state)
+    for _ in range(6):
+        step()
+    for p, value in zip(module.parameters(), went_on, strict=True):
+        equal(p.detach(), value)
+    trigram.unwrap(model)
+
+
 @CASES.over("nan", "-1")
 def no_weight(rank: int, world: int, weight: str) -> None:
     _, _, step = walk(rank, world, sample_weight=float(weight) if rank == 1 else 1.0)
@@ -226,7 +296,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "no time": ("local_sgd", {"quorum": 1, "grace": -1}, ("grace=-1",)),
     "grace alone": ("local_sgd", {"grace": 1.0}, ("quorum=",)),
     "an outer step": ("diloco", {"quorum": 1}, ("quorum=", "outer_lr")),
-    "fragments": ("local_sgd", {"quorum": 1, "fragments": 2}, ("quorum=", "fragments")),
     "overlap": ("local_sgd", {"quorum": 1, "overlap": True}, ("quorum=", "overlap")),
     "a codec": ("central/int8/every:4", {"quorum": 1}, ("quorum",)),
     "robust": ("central:median/full/every:4", {"quorum": 1}, ("quorum",)),

@@ -119,7 +119,6 @@ REFUSALS = (
     ),
     Refusal("quorum=", "outer_lr=", _LATE),
     Refusal("quorum=", "outer_momentum=", _LATE),
-    Refusal("quorum=", "fragments=", _LATE),
     Refusal("quorum=", "overlap=True", _LATE),
     Refusal("quorum=", "every= of a function", "late ranks count by their own steps; use a number"),
     Refusal(

@@ -6,6 +6,9 @@ quorum, then for a grace window, and tells all ranks who is in. Those average th
 training steps (or samples) that each has made since its last average. A rank that comes too late does not
 wait: it trains on, and is in the leader's next averaging step, where it counts for all that it has trained.
 
+With several fragments an averaging step is of one of them, which the leader names; a rank that comes too
+late for one is in that of the next.
+
 Messages: HERE (a rank has reached its averaging step), a decision (who takes part), and two that end a
 training. Each rank sends one HERE and no other until a decision has taken it in.
 """
@@ -35,11 +38,11 @@ _ADAPTIVE = 0.1
 
 
 class _Inbox:
-    """Receives the control messages of one rank: a kind, and a flag for each rank of the group."""
+    """Receives the control messages of one rank: a kind, a fragment, and a flag for each rank."""
 
     def __init__(self, groups: ModelGroups, sender: int, tag: int) -> None:
         self.group, self.sender, self.tag = groups.main, groups.main.ranks[sender], tag
-        self.memory = torch.zeros(1 + groups.size, dtype=torch.int32, device="cpu")
+        self.memory = torch.zeros(2 + groups.size, dtype=torch.int32, device="cpu")
         self.receiving: Any = None
         self.listen()
 
@@ -63,9 +66,9 @@ class QuorumSteps:
     """The schedule of averaging steps every h training steps, which not all ranks need to reach in time.
 
     Args:
-        weights: The snapshot of all parameters, and the result of an averaging step.
+        fragments: Of each fragment of the weights the snapshot, and the result of an averaging step.
         groups: The model's process groups; the first rank is the leader.
-        every: h.
+        every: h, a multiple of the number of fragments.
         quorum: Ranks, with the leader, without which the leader does not go on. Ranks that have ended their
             training are not waited for.
         grace: Seconds that the leader then waits for the others; None: a tenth of the time since its last
@@ -73,18 +76,25 @@ class QuorumSteps:
     """
 
     def __init__(
-        self, weights: AveragingStep, groups: ModelGroups, every: int, quorum: int, grace: float | None
+        self,
+        fragments: Sequence[AveragingStep],
+        groups: ModelGroups,
+        every: int,
+        quorum: int,
+        grace: float | None,
     ) -> None:
-        self.weights, self.groups, self.every, self.quorum, self.grace = weights, groups, every, quorum, grace
+        self.fragments, self.groups, self.quorum, self.grace = list(fragments), groups, quorum, grace
+        self.every = every // len(fragments)
         n, self.rank = groups.size, groups.rank
         self.steps_done = self.waits = self.bytes = 0
         self.waited = 0.0
-        self.trained = 0  # training steps of this rank since its last average
-        self.made = 0  # boundaries since then; in an elastic job, counted so that all are due together
+        self.trained = [0] * len(fragments)  # training steps of this rank since its last average of each
+        self.made = 0  # boundaries since the last; in an elastic job, counted so that all are due together
+        self.next = 1 % len(fragments)  # of the leader: the fragment of the next averaging step, as elsewhere
         self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
         self.there = [True] * n  # who has not ended its training
         if groups.sample_weight is not None:
-            groups.sample_weight.divide(1)
+            groups.sample_weight.divide(len(fragments))
         self.late = False  # the averaging step that this rank's next one belongs to went on without it
         self.leaves = False
         self.flushed_by: set[int] = set()
@@ -103,7 +113,7 @@ class QuorumSteps:
                 f"{self.groups.group.ranks[self.rank]} while the ranks ended their averaging steps "
                 "(quorum=), so they cannot go on; restart from a checkpoint, and let all ranks make that call"
             )
-        self.trained += 1
+        self.trained = [steps + 1 for steps in self.trained]
         self.made += 1
         self._listen()
         # By this rank's own steps since its last average: one that came late is in step again after the next.
@@ -144,9 +154,11 @@ class QuorumSteps:
         members = [0, *(j for j in there if self.here[j])]
         flags = [int(j in members) for j in range(self.groups.size)]
         for j in there:
-            self._tell(j, [_DECISION, *flags])
+            self._tell(j, [_DECISION, self.next, *flags])
         self.here = [False] * self.groups.size
-        self._average(members)
+        self._average(members, self.next)
+        if len(members) > 1:
+            self.next = (self.next + 1) % len(self.fragments)
         self.last = time.perf_counter()
 
     def _follow(self) -> None:
@@ -188,7 +200,7 @@ class QuorumSteps:
         before = self.steps_done
         for j, inbox in self.inboxes.items():
             while (found := inbox.take()) is not None:
-                kind, flags = found[0], found[1:]
+                kind, fragment, flags = found[0], found[1], found[2:]
                 if kind == _HERE:
                     self.here[j] = True
                 elif kind == _LEAVES:
@@ -203,7 +215,7 @@ class QuorumSteps:
                     self.there[0] = self.here[self.rank] = False
                 elif kind == _DECISION and flags[self.rank]:
                     self.here[self.rank] = False
-                    self._average([k for k, member in enumerate(flags) if member])
+                    self._average([k for k, member in enumerate(flags) if member], fragment)
                 elif kind == _DECISION:
                     self.late = True
                 elif kind == _FLUSH:
@@ -211,7 +223,7 @@ class QuorumSteps:
         return self.steps_done > before
 
     def _tell(self, j: int, words: Sequence[int]) -> None:
-        message = torch.zeros(1 + self.groups.size, dtype=torch.int32, device="cpu")
+        message = torch.zeros(2 + self.groups.size, dtype=torch.int32, device="cpu")
         message[: len(words)] = torch.tensor(words, dtype=torch.int32, device="cpu")
         group = self.groups.main
         tag = _FROM_LEADER if self.rank == 0 else _TO_LEADER
@@ -220,15 +232,16 @@ class QuorumSteps:
     # One average.
 
     @torch.no_grad()
-    def _average(self, members: Sequence[int]) -> None:
-        """The weighted mean of the weights of all members: each sums a shard, and sends it to all."""
+    def _average(self, members: Sequence[int], fragment: int) -> None:
+        """The weighted mean of a fragment of all members: each sums a shard, and sends it to all."""
         n = self.steps_done
         span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
-        weights, mine = self.weights, float(self.trained)
+        weights, mine = self.fragments[fragment], float(self.trained[fragment])
         if len(members) > 1:  # what a rank trains alone counts in its next average
-            self.trained = self.made = 0
+            self.trained[fragment] = self.made = 0
             if self.groups.sample_weight is not None:
-                [mine], self.groups.sample_weight.pending = self.groups.sample_weight.pending, [0.0]
+                pending = self.groups.sample_weight.pending
+                mine, pending[fragment] = pending[fragment], 0.0
             weights.take()
             weights.out.copy_(weights.inp)
             self._exchange(weights.out, members, mine)
@@ -358,15 +371,19 @@ class QuorumSteps:
         return self.bytes
 
     def state(self) -> dict[str, Any]:
-        """The averaging steps so far, and this rank's training steps since the last, with their weight."""
+        """The averaging steps so far, and this rank's training steps since the last of each fragment, with
+        their weight."""
         weight = self.groups.sample_weight
         kept = {"weight": list(weight.pending)} if weight is not None else {}
-        # Where these differ, in elastic jobs, when the ranks are due is what they must have alike.
-        return {**kept, "rounds": self.steps_done, "trained": self.made}
+        # Of one fragment, as earlier versions wrote it. Where that differs from the steps trained, in elastic
+        # jobs, when the ranks are due is what they must have alike.
+        state = {**kept, "rounds": self.steps_done, "trained": self.made}
+        return state if len(self.fragments) == 1 else {**state, "each": list(self.trained), "next": self.next}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.steps_done, self.made = state["rounds"], state["trained"]
-        self.trained = max(self.made, 0)
+        self.trained = list(state.get("each", [max(self.made, 0)]))
+        self.next = state.get("next", self.next)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.load(state["weight"])

@@ -176,10 +176,13 @@ def _schedule(
         return AsyncGossip(snapshots, groups, graph, codec, options.staleness, options.script)
     if options.quorum is not None:
         assert algorithm.every is not None
-        one = AveragingStep([p for same in weights for p in same], groups, torch.float32)
-        one.exact = all(same[0].dtype != torch.float64 for same in weights)
-        one.heals = groups.sample_weight is not None
-        return QuorumSteps(one, groups, algorithm.every, options.quorum, options.grace)
+        several = []
+        for part in divide(weights, options.fragments, algorithm.every, pieces):
+            one = AveragingStep([p for same in part for p in same], groups, torch.float32)
+            one.exact = all(same[0].dtype != torch.float64 for same in part)
+            one.heals = groups.sample_weight is not None
+            several.append(one)
+        return QuorumSteps(several, groups, algorithm.every, options.quorum, options.grace)
     parts = divide(weights, options.fragments, algorithm.every, pieces)
     fragments = [_steps(part, groups, algorithm) for part in parts]
     if optimizer is not None and _averages_state(algorithm):

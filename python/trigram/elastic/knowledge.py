@@ -112,6 +112,11 @@ class Knowledge:
         return bool(self.table[:, _RENEW].any())
 
     @property
+    def together(self) -> bool:
+        """Whether all ask for that, after the same pass."""
+        return bool(self.table[:, _RENEW].all()) and not self._in_earlier_pass
+
+    @property
     def newcomers(self) -> list[int]:
         """The reachable ranks of replicas without the training state, ascending."""
         touched = self.replicas.touched(self._those(_NEWCOMER))

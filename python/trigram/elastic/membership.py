@@ -156,7 +156,7 @@ class MembershipChange:
         leaves: This rank is no member any more, because it was asked to leave.
         drained: All members were asked to leave, so that none has.
         behind: Some ranks have yet to come to what all do before a pass, see :attr:`Knowledge.behind`.
-        together: All members were between the same two steps.
+        together: All members have asked for a new epoch, at the same place.
     """
 
     newcomers: list[int]
@@ -629,7 +629,7 @@ def _result(known: Knowledge, decision: dict[str, Any], renewed: bool) -> Member
         renewed,
         known.behind,
         drained=decision["drained"],
-        together=known.between_steps,
+        together=known.together,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from trigram.algorithms.parse import find
-from trigram.algorithms.trigram import Trigram
+from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.gradient_filter import GradientFilter
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic.places import counting
@@ -140,14 +140,12 @@ def with_bagua(
 def _wrap(model: nn.Module, asked: Request, ranks: Group) -> None:
     """Installs the hooks; all ranks call it, and raise together."""
     elastic = asked.elastic is not False
-    # In an elastic job it is part of the training state, which most algorithms leave alone.
-    uses_it = asked.algorithm.options.sharded or asked.algorithm.value.carry == "momentum"
     wrapped = wrapped_models[model] = WrappedModel(
         model,
         asked.algorithm,
         ranks,
         int(asked.bucket_mb * (1 << 20)),
-        None if elastic and not uses_it else asked.optimizer,
+        _used(asked.optimizer, asked.algorithm, elastic),
         asked.extras,
         asked.states,
         str(asked.automatic or ""),
@@ -160,6 +158,13 @@ def _wrap(model: nn.Module, asked: Request, ranks: Group) -> None:
     if elastic:
         follow(model)
     collect(model)
+
+
+def _used(optimizer: Any, algorithm: Algorithm, elastic: bool) -> Any:
+    """The optimizer as far as the algorithm uses it. In an elastic job it is part of the training state,
+    which most algorithms leave alone."""
+    uses = algorithm.options.sharded or algorithm.value.carry == "momentum"
+    return optimizer if uses or not elastic else None
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -276,7 +281,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     wrapped.end()
     wrapped.tuner, wrapped.settings = None, ""
     try:
-        wrapped.begin(model, chosen, optimizer)
+        wrapped.begin(model, chosen, _used(optimizer, chosen, elastic))
     except (MismatchError, MisuseError, UnsupportedError):
         # On all ranks: a script that goes on would train without averages, and nothing would tell.
         wrapped.end()

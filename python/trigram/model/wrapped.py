@@ -141,9 +141,8 @@ class WrappedModel:
             self.hooks = self._compose(model)
         self.hooks.times.earlier = self.earlier_steps
         if self.states is not None:
-            title, proceed = f"{chosen}{self.extras}", self.proceed if warmup else None
-            earlier = lambda: self.earlier_steps  # noqa: E731
-            part = ElasticModel(model, title, self.states, self.groups, self.hooks, proceed, earlier)
+            title, warms = f"{chosen}{self.extras}", bool(warmup)
+            part = ElasticModel(model, title, self.states, self.groups, self.hooks, self, warms)
             self.hooks.elastic = part
             try:
                 recovery.add(part)
@@ -204,6 +203,12 @@ class WrappedModel:
         assert self.hooks is not None and isinstance(self.hooks.elastic, ElasticModel)
         self.hooks.elastic.end_warmup()
         return self.hooks
+
+    def begin_after(self, steps: int) -> None:
+        """On a rank that joins an elastic job: so many steps were made with earlier hooks."""
+        self.earlier_steps = steps
+        if self.hooks is not None:
+            self.hooks.times.earlier = steps
 
     def restart(self, algorithm: Algorithm) -> StepHooks:
         """Begins the algorithm again with other options of the same, or as before if these do not fit the

@@ -85,10 +85,6 @@ class ElasticHooks(Protocol):
         """Whether they make an algorithm's warm-up."""
 
     @property
-    def is_warm(self) -> bool:
-        """Whether they have made its steps."""
-
-    @property
     def keeps_weights(self) -> bool:
         """Whether weights must not change now, as the mean of them does that a change of members takes."""
 
@@ -114,6 +110,22 @@ class ElasticHooks(Protocol):
         """This rank has left, in good order."""
 
 
+class Owner(Protocol):
+    """What has a model's hooks.
+
+    Attributes:
+        earlier_steps: Steps that the model has made with earlier hooks.
+    """
+
+    earlier_steps: int
+
+    def proceed(self) -> object:
+        """Begins the algorithm after its warm-up, with other hooks."""
+
+    def begin_after(self, steps: int) -> None:
+        """On a joining rank: so many were made with earlier hooks."""
+
+
 class Pass(Protocol):
     """A backward pass that can be done again, as :meth:`ElasticModel.complete` needs it."""
 
@@ -133,8 +145,8 @@ class ElasticModel:
         states: What belongs to the training state beside the weights: optimizer, schedulers.
         groups: The model's process groups.
         hooks: The model's step hooks.
-        proceed: Begins the algorithm after its warm-up, with other hooks; None: it has no warm-up.
-        earlier: How many steps the model has made with earlier hooks.
+        owner: What has the hooks.
+        warms: The algorithm has a warm-up.
 
     Attributes:
         arrived: World ranks that joined and contribute nothing to the step under way.
@@ -142,6 +154,7 @@ class ElasticModel:
         everyone: Ends a step on all members together; of their places only, see :mod:`replicas`, are the
             model's groups.
         is_new: This rank has joined in the present epoch.
+        admitted: Ranks have made their first pass in the last one that counts.
         behind: When the last change of the membership began, some ranks had yet to complete what others had,
             a step or a call of the script's own: these do again what they do together before a pass.
 
@@ -158,8 +171,8 @@ class ElasticModel:
         states: Sequence[Stateful],
         groups: ModelGroups,
         hooks: ElasticHooks,
-        proceed: Callable[[], object] | None = None,
-        earlier: Callable[[], int] = int,
+        owner: Owner,
+        warms: bool,
     ) -> None:
         self.model = weakref.ref(model)
         self.title, self.groups, self.hooks = title, groups, hooks
@@ -167,7 +180,7 @@ class ElasticModel:
         self.members = current()[0].group
         self._find_places()
         self.in_step = hooks.in_step
-        self._proceed, self._earlier = proceed, earlier
+        self._owner, self._warms = owner, warms
         groups.interrupted = self.is_called
         groups.silent = self._silent_places
         groups.source = self.first_with_state
@@ -177,7 +190,7 @@ class ElasticModel:
         )
         self.transfer = StateTransfer(self.is_called)
         self.arrived: list[int] = []
-        self.is_new = self.behind = self._between_steps = False
+        self.is_new = self.behind = self.admitted = self._between_steps = False
         self._owed: tuple[list[int], Group] | None = None
         self._stay, self._history = job.here().stay, current()[1].history
 
@@ -200,33 +213,32 @@ class ElasticModel:
     # on all ranks or on none, also if one is lost meanwhile, and a joining rank finds out which.
 
     def end_warmup(self) -> None:
-        """Between two steps, when this rank has made those of the warm-up: ends it, with all members."""
+        """After the update of its last step: ends the warm-up, with all members.
+
+        The script may have to end what belongs to the step, such as a scheduler's, so nobody is admitted.
+        """
         before = self.hooks
         while self.hooks is before:  # another may have come because of a loss, in the middle of its last step
-            self._between_steps = True
-            recover(boundary=True, renew=True)
+            self._between_steps = False
+            recover(boundary=False, renew=True)
 
     def _follow_warmup(self, together: bool) -> None:
-        """In a new epoch, ends the warm-up if all members have made its steps, or if it has ended before.
+        """In a new epoch, ends the warm-up if all members have asked for it, or if it has ended before.
 
         Args:
-            together: All of them are between the same two steps.
+            together: All of them have.
         """
-        if self._proceed is None:
+        if not self._warms:
             return
-        before = self.hooks
-        ends = not before.warming or (together and not self.is_new and before.is_warm)
-        made = self._earlier() + before.steps * before.warming if ends else 0
-        told = torch.tensor([int(ends), made], device="cpu")
+        ends = not self.hooks.warming or (together and not self.is_new)
+        told = torch.tensor([int(ends)], device="cpu")
         collectives.all_reduce(told, "max", None, self.everyone)
         if not told[0]:
             return
-        if before.warming:
-            if self.is_new:
-                before.steps = int(told[1])  # it has made none
+        if self.hooks.warming:
             joining, self.groups.joining = self.groups.joining, True  # no calls: the weights are equal
             try:
-                self._proceed()
+                self._owner.proceed()
             finally:
                 self.groups.joining = joining
         # Nobody makes a step before all have come so far: who is lost now is lost to ranks between two steps.
@@ -322,8 +334,10 @@ class ElasticModel:
         if rank == source:
             trained = self.groups.trained
             mine = {"trained": [(id(p) in trained, p.requires_grad) for p in self._parameters()]}
-            mine |= {"later": not self.sends_now, **self.hooks.meta()}
+            mine |= {"later": not self.sends_now, "earlier": self._owner.earlier_steps, **self.hooks.meta()}
         meta = _broadcast(mine, source, control)
+        if self.is_new:
+            self._owner.begin_after(meta["earlier"])
         self._start_transfer(source, control, meta["later"])
         if self.is_new:  # a script may freeze and unfreeze as it goes, which this rank has not seen
             for p, (is_trained, requires_grad) in zip(self._parameters(), meta["trained"], strict=True):
@@ -459,7 +473,7 @@ class ElasticModel:
 
     def complete(self, a_pass: Pass) -> None:
         """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
-        complete = change_pending = False
+        complete = change_pending = admitted = False
         counted: list[int] = []
         while True:
             begun = time.monotonic()
@@ -469,7 +483,7 @@ class ElasticModel:
                     self.receive()
                     complete = True
                     # Now: if all have completed the pass, those count that are lost before its commit.
-                    counted = self._counting()
+                    counted, admitted = self._counting(), bool(self.arrived)
                 change_pending = self._commit()
             if self.agreed(bool(lost)):
                 self._history.wasted += time.monotonic() - begun
@@ -483,7 +497,7 @@ class ElasticModel:
             mine.commits += 1
             mine.counted = counted
             mine.newcomer, mine.change_pending, mine.stateless = False, change_pending, frozenset()
-            self.arrived = []
+            self.admitted, self.arrived = admitted, []
             self.transfer.release_sent()
             return
 

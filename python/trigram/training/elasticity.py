@@ -19,10 +19,13 @@ class Elasticity(Protocol):
     Attributes:
         can_redo: Whether the averages of a backward pass may be repeated, so that training keeps a backup of
             the gradients.
+        admitted: Ranks have made their first pass in the last one that counts.
         newcomers: Ranks of the model that joined and have no state before the end of the step under way.
     """
 
     can_redo: bool
+
+    admitted: bool
 
     @property
     def newcomers(self) -> Sequence[int]:
@@ -78,6 +81,7 @@ class FixedRanks:
     """A job whose ranks do not change: the loss of a rank raises an error."""
 
     can_redo = False
+    admitted = False
     newcomer = False
     newcomers: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()

@@ -277,11 +277,6 @@ class GradientSync(StepHooks):
         """See :class:`StepHooks`."""
         return self.warmup_end.is_ahead
 
-    @property
-    def is_warm(self) -> bool:
-        """See :class:`StepHooks`."""
-        return self.steps >= self.warmup_end.limit
-
     def meta(self) -> dict[str, Any]:
         """What a joining rank must know before its first step."""
         return {"order": self.buckets.order, "steps": self.steps, "since": self.since}
@@ -429,12 +424,15 @@ class GradientSync(StepHooks):
             return
         self.since_update = 0
         self.local.updated(self.params, mine)
-        # After one step not all are known. In elastic jobs all end it together, before a pass.
-        if self.steps > 1 and not self.elastic.can_redo and self.warmup_end.covers(self.params):
+        if self.steps > 1 and self.warmup_end.covers(self.params):  # after one step not all are known
             self.end_warmup()
 
-    def end_warmup(self) -> PassMethod | None:
-        """See :class:`StepHooks`."""
+    def end_warmup(self, trains: bool = True) -> PassMethod | None:
+        """See :class:`StepHooks`. In an elastic job all ranks end it together, at the same place. What is
+        called in evaluation mode may be so on one rank only, and one that has joined does not know before
+        its second step which optimizers there are."""
+        if self.elastic.can_redo and (self.elastic.admitted or self.elastic.newcomer or not trains):
+            return None
         return self.warmup_end.end(self)
 
     # State.

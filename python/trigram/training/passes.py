@@ -84,8 +84,12 @@ class PassMethod(optimizer_hooks.Updated, Protocol):
     def abort_failed(self, timeout: float | None = None) -> None:
         """Aborts a pass that has failed, and what else has."""
 
-    def end_warmup(self) -> PassMethod | None:
-        """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
+    def end_warmup(self, trains: bool = True) -> PassMethod | None:
+        """Makes the hooks that follow, if the warm-up is over: between an update and the next pass.
+
+        Args:
+            trains: The model is in training mode, or has just been updated.
+        """
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ class Passes:
         method.abort_failed()
         self._abort_others()
         optimizer_hooks.forget_failed(method)
-        if not method.updating and (following := method.end_warmup()) is not None:
+        if not method.updating and (following := method.end_warmup(model.training)) is not None:
             following.passes._before_forward(model, args)
             return
         if not method.updating:

@@ -196,11 +196,6 @@ class StepHooks:
         return False
 
     @property
-    def is_warm(self) -> bool:
-        """See :class:`trigram.training.elastic_model.ElasticHooks`."""
-        return True
-
-    @property
     def keeps_weights(self) -> bool:
         """See :class:`trigram.training.elastic_model.ElasticHooks`."""
         return False
@@ -258,8 +253,8 @@ class StepHooks:
     def _before_load(self, *_: Any) -> None:
         self.parameters.before_load()
 
-    def end_warmup(self) -> PassMethod | None:
-        """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
+    def end_warmup(self, trains: bool = True) -> PassMethod | None:
+        """See :class:`~trigram.training.passes.PassMethod`."""
         return None
 
     # Passes that raise an exception.

@@ -286,8 +286,8 @@ def refused(rank: int, world: int) -> None:
         trigram.with_bagua(linear, optimizer=opt, elastic=[3])
     for words, options in [
         ("group", {"group": object()}),
-        ("qadam", {"algorithm": "qadam"}),
-        ("warm-up", {"algorithm": "powersgd"}),
+        ("warm-up", {"algorithm": "bytegrad", "state": "sharded", "warmup_steps": 3}),
+        ("fused", {"fused": True}),
     ]:
         with pytest.raises(trigram.UnsupportedError, match=words):
             trigram.with_bagua(linear, optimizer=opt, elastic=True, **options)

@@ -236,7 +236,6 @@ def _refused(rank: int, world: int) -> None:
     says(error, "init(spare=True)", "momentum")
     trigram.with_bagua(net, optimizer=optimizer(net), elastic=True)
     says(raises(trigram.UnsupportedError, trigram.switch, net, "local_sgd"), "init(spare=True)")
-    says(raises(trigram.UnsupportedError, trigram.switch, net, "auto"), "elastic=True")
 
 
 def test_what_averages_weights_has_no_spares() -> None:

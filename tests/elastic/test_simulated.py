@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.marks import long
+from tests.support.marks import long, long_unless
 from tests.support.simulated.jobs import Job
 from tests.support.simulated.script import Faults, Run, check
 from trigram.elastic.knowledge import Knowledge
@@ -37,7 +37,10 @@ FAULTS = [("kill", "join", "drain", "restart"), ("part",), long(("kill", "join",
 
 
 @pytest.mark.parametrize("kinds", FAULTS, ids="-".join)
-@pytest.mark.parametrize("label", list(ALGORITHMS))
+@pytest.mark.parametrize(
+    "label",
+    long_unless([a for a in ALGORITHMS if a not in ("async, warm-up", "bytegrad, warm-up")], ALGORITHMS),
+)
 def test_jobs_at_random(label: str, kinds: tuple[str, ...]) -> None:
     choices = random.Random(f"{label} {kinds}")
     for _ in range(6):

@@ -55,33 +55,42 @@ def walk(
     return module, model, step
 
 
-def _late(rank: int, world: int) -> tuple[float, float, int]:
-    """Weights after the second averaging step and after the third, and the training steps of rank 2."""
-    module, model, step = walk(rank, 2, grace=0.5)
-    trained, two = 0, 0.0
+def _one_is_late(rank: int, model: nn.Module, step: Callable[[], None], period: int) -> tuple[float, int]:
+    """Ranks 0 and 1 make three averaging steps, one in each period of steps; rank 2 is late for two of them.
+
+    Returns:
+        A weight after the second one, and the training steps of rank 2.
+    """
     if rank < 2:
-        for _ in range(2 * EVERY):
+        for _ in range(2 * period):
             step()
-        two = module.value()
+        two = float(next(model.parameters()).detach()[0])
         assert trigram.stats(model)["rounds"] == 2
         flag(f"two-{rank}")
         await_flag("says it is there")
-        for _ in range(EVERY):
+        for _ in range(period):
             step()
         assert trigram.stats(model)["rounds"] == 3
-    else:
+        return two, 0
+    step()
+    await_flag("two-0")
+    await_flag("two-1")
+    for _ in range(period):
         step()
-        await_flag("two-0")
-        await_flag("two-1")
-        for _ in range(EVERY):
-            step()
-        trained = 1 + EVERY
-        assert trigram.stats(model)["rounds"] == 0
-        flag("says it is there")
-        while trigram.stats(model)["rounds"] == 0:
-            time.sleep(0.02)
-            step()
-            trained += 1
+    trained = 1 + period
+    assert trigram.stats(model)["rounds"] == 0
+    flag("says it is there")
+    while trigram.stats(model)["rounds"] == 0:
+        time.sleep(0.02)
+        step()
+        trained += 1
+    return 0.0, trained
+
+
+def _late(rank: int, world: int) -> tuple[float, float, int]:
+    """Weights after the second averaging step and after the third, and the training steps of rank 2."""
+    module, model, step = walk(rank, 2, grace=0.5)
+    two, trained = _one_is_late(rank, model, step, EVERY)
     three = module.value()
     with trigram.consensus(model):
         assert abs(module.value() - three) < 1e-5
@@ -106,27 +115,7 @@ def _late_for_a_fragment(rank: int, world: int) -> tuple[list[float], int]:
     """The values of the weights after the third averaging step, which is of the second fragment, as the first
     was, and the training steps of rank 2."""
     module, model, step = walk(rank, 2, grace=0.5, fragments=2)
-    trained, half = 0, EVERY // 2
-    if rank < 2:
-        for _ in range(2 * half):
-            step()
-        flag(f"two-{rank}")
-        await_flag("says it is there")
-        for _ in range(half):
-            step()
-        assert trigram.stats(model)["rounds"] == 3
-    else:
-        step()
-        await_flag("two-0")
-        await_flag("two-1")
-        for _ in range(half):
-            step()
-        trained = 1 + half
-        flag("says it is there")
-        while trigram.stats(model)["rounds"] == 0:
-            time.sleep(0.02)
-            step()
-            trained += 1
+    _, trained = _one_is_late(rank, model, step, EVERY // 2)
     found = torch.cat([p.detach().flatten() for p in module.parameters()]).unique().tolist()
     with trigram.consensus(model):  # all ranks end the averaging steps together
         pass

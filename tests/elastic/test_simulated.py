@@ -93,6 +93,21 @@ def test_a_warmup_ends_on_all_or_on_none(monkeypatch: pytest.MonkeyPatch) -> Non
         _dies_where_a_warmup_ends()
 
 
+KILLS = {"rank 2": 78}, {"rank 1": 22, "rank 2": 97}
+DRAINS = {"rank 2": 16, "rank 0": 86}, {"rank 2": 146}
+JOINS: tuple[tuple[tuple[float, int], ...], ...] = ((0.0, 3), (0.5, 4), (1.0, 2)), ((0.3, 3), (0.5, 1))
+AS_ONE_JOINED = [
+    ("bytegrad", 3, Job(757153307, 3, 12, 1, True, 0, 1, Faults(KILLS[0], JOINS[0], DRAINS[0]))),
+    ("decentralized", 2, Job(1038782708, 3, 12, 2, False, 0, 1, Faults(KILLS[1], JOINS[1], DRAINS[1]))),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "warmup", "job"), AS_ONE_JOINED, ids=["bytegrad", "decentralized"])
+def test_a_warmup_does_not_end_where_one_joins(algorithm: str, warmup: int, job: Job) -> None:
+    """Jobs that were drawn once: who joined asked for the end alone, in its first step."""
+    job.run(algorithm, warmup_steps=warmup)
+
+
 # What the simulation is worth: it finds parts of the protocol that are taken out.
 
 

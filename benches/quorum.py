@@ -2,13 +2,14 @@
 
     python benches/quorum.py --out quorum-out [--ranks 4] [--quorum 3] [--grace 0.2] [--every 8] [--pause 2]
         [--probability 0.05] [--late 3] [--steps 160] [--seeds 0,1,2,3,4]
+        [--algorithm diloco]
 
 In each step each rank (or those of `--late`) sleeps for `--pause` seconds with the given probability. For
-each seed a small GPT is trained twice, with the same initial weights, batches and pauses: by `local_sgd`,
-whose averaging steps need all ranks, and by `local_sgd` with `quorum=`; which of them comes first changes
-with the seed. The optimizer is Adam; the learning rate rises for 5 % of the steps and falls by half a cosine.
-A rank's time ends with its own last step; the loss is that of the averaged weights. Writes results.json and
-table.md.
+each seed a small GPT is trained twice, with the same initial weights, batches and pauses: by `local_sgd` (or
+another algorithm), whose averaging steps need all ranks, and by the same with `quorum=`; which of them comes
+first changes with the seed. The optimizer is Adam; the learning rate rises for 5 % of the steps and falls by
+half a cosine. A rank's time ends with its own last step; the loss is that of the averaged weights. Writes
+results.json and table.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import trigram
 from trigram.cli import workloads
 from trigram.runtime import launch
 
-ALL, QUORUM = "local_sgd", "quorum"
+ALL, QUORUM = "all ranks", "quorum"
 WARM_UP = 0.05
 """The part of the steps in which the learning rate rises."""
 
@@ -50,7 +51,7 @@ def train(method: str, seed: int, steps: int, probability: float, args: argparse
     module = workloads.TinyGPT(args.width, args.heads, args.layers)
     adam = torch.optim.Adam(module.parameters(), args.lr)
     more = {"quorum": args.quorum, "grace": args.grace} if method == QUORUM else {}
-    model = trigram.with_bagua(module, ALL, every=args.every, **more)
+    model = trigram.with_bagua(module, args.algorithm, every=args.every, **more)
     stream, draws = workloads.batches("gpt", rank, world, seed), random.Random(1000 * seed + rank)
     pauses = 0
     trigram.barrier()
@@ -80,7 +81,7 @@ def train(method: str, seed: int, steps: int, probability: float, args: argparse
 
 def markdown(runs: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """A row for each method, means over seeds; then what the quorum gains, paired by seed."""
-    label = {ALL: f"`local_sgd`, every {args.every}", QUORUM: f"with `quorum={args.quorum}`"}
+    label = {ALL: f"`{args.algorithm}`, every {args.every}", QUORUM: f"with `quorum={args.quorum}`"}
     lines = ["| | ms per step, the last rank | mean of the ranks | held-out loss | averaging steps |"]
     lines.append("|---|---:|---:|---:|---:|")
     slowest, mean, held = {}, {}, {}
@@ -98,7 +99,11 @@ def markdown(runs: list[dict[str, Any]], args: argparse.Namespace) -> str:
     lines += ["", f"Asleep, mean of the ranks: {statistics.fmean(asleep):.0f} ms per step."]
     if len(held[ALL]) < 2:
         return "\n".join([*lines, "One seed: no quartiles."]) + "\n"
-    lines += ["", "| `local_sgd` over quorum, by seed | median | quartiles | n |", "|---|---:|---:|---:|"]
+    lines += [
+        "",
+        f"| `{args.algorithm}` over quorum, by seed | median | quartiles | n |",
+        "|---|---:|---:|---:|",
+    ]
     for what, numbers in (
         ("time of the last rank", slowest),
         ("mean time of the ranks", mean),
@@ -136,6 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--algorithm", default="local_sgd")
     parser.add_argument("--quorum", type=int, default=3)
     parser.add_argument("--grace", type=float, help="seconds; not given: the default of with_bagua")
     parser.add_argument("--every", type=int, default=8)

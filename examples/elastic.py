@@ -48,7 +48,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
-        if step == first:
+        if step == first or step % 100 == 0:
             print(f"has made step {step}", flush=True)
         time.sleep(args.pause)
 

@@ -138,15 +138,114 @@ def test_a_late_rank_is_merged_fragment_by_fragment() -> None:
         )
 
 
-@CASES.over(1, 3)
-def all_of_them(rank: int, world: int, fragments: int) -> None:
-    """With a quorum of all ranks it is local SGD."""
+OUTER = {"outer_lr": 0.5, "outer_momentum": 0.25}
+
+
+def _outer_steps(changes: list[float]) -> float:
+    """The weights that all agree on, from 0, after outer steps with these means of differences."""
+    weights = velocity = 0.0
+    for change in changes:
+        velocity = 0.25 * velocity + change
+        weights += 0.5 * (change + 0.25 * velocity)
+    return weights
+
+
+def _late_for_an_outer_step(rank: int, world: int, fragments: int) -> tuple[list[float], int]:
+    """Values of the weights after the third averaging step, and the training steps of rank 2."""
+    module, model, step = walk(rank, 2, grace=0.5, fragments=fragments, **OUTER)
+    _, trained = _one_is_late(rank, model, step, EVERY // fragments)
+    found = torch.cat([p.detach().flatten() for p in module.parameters()]).unique().tolist()
+    with trigram.consensus(model):
+        pass
+    return found, trained
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_late_rank_makes_the_outer_step_of_the_others(transport: str) -> None:
+    """It began from weights that all agreed on before two averaging steps: its difference to those counts,
+    and it goes on from what the others have agreed on, with their outer momentum."""
+    results = run(3, _late_for_an_outer_step, 1, transport=transport, timeout=40)
+    trained = results[2][1]
+    each = [-EVERY * 0.125, -EVERY * 0.25, -trained * 0.375]
+    weights = [EVERY, EVERY, trained]
+    third = sum(x * w for x, w in zip(each, weights, strict=True)) / sum(weights)
+    expected = _outer_steps([(each[0] + each[1]) / 2] * 2 + [third])
+    for found, _ in results:
+        assert len(found) == 1 and abs(found[0] - expected) < 1e-5, (results, expected)
+
+
+def test_a_late_rank_makes_the_outer_step_of_a_fragment() -> None:
+    """It is behind for the second fragment, which the first averaging step was of, and not for the first."""
+    results = run(3, _late_for_an_outer_step, 2, timeout=40)
+    trained, half = results[2][1], EVERY // 2
+    both = -1.5 * 0.125
+    second = [-EVERY * 0.125, -EVERY * 0.25, -trained * 0.375]
+    weights = [EVERY, EVERY, trained]
+    third = sum(x * w for x, w in zip(second, weights, strict=True)) / sum(weights)
+    mean = _outer_steps([half * both, third])
+    first = _outer_steps([EVERY * both])
+    others = [first - half * 0.125, first - half * 0.25, -trained * 0.375]
+    for (found, _), other in zip(results, others, strict=True):
+        assert len(found) == 2, results
+        assert max(abs(a - b) for a, b in zip(found, sorted((mean, other)), strict=True)) < 1e-5, results
+
+
+def _pauses_when_one_is_behind(rank: int, world: int) -> tuple[float, float, float]:
+    """The means of all weights, when rank 2 has missed two averaging steps, and after the third; that of a
+    rank that has gone on from the state of the first pause."""
+    module, model, step = walk(rank, 2, grace=0.5, **OUTER)
+    for _ in range(2 * EVERY if rank < 2 else 3):
+        step()
+    if rank == 2:
+        await_flag("two-0")
+        await_flag("two-1")
+    else:
+        flag(f"two-{rank}")
+    with trigram.consensus(model):
+        first = module.value()
+    kept, state = [p.detach().clone() for p in module.parameters()], trigram.algorithm_state(model)
     found = []
+    for goes_on in (False, True):
+        if goes_on:
+            trigram.unwrap(model)
+            module, model, step = walk(rank, 2, grace=0.5, **OUTER)
+            with torch.no_grad():
+                for p, value in zip(module.parameters(), kept, strict=True):
+                    p.copy_(value)
+            trigram.load_algorithm_state(model, state)
+        for _ in range(EVERY):
+            step()
+        with trigram.consensus(model):
+            found.append(module.value())
+    return first, found[0], found[1]
+
+
+def test_all_agree_in_a_pause() -> None:
+    """Who is behind gets what the others have agreed on; what it has trained is its difference to that."""
+    results = run(3, _pauses_when_one_is_behind, timeout=40)
+    both = -EVERY * 0.125 * 1.5
+    two = _outer_steps([both, both])
+    first = two - 3 * 0.375 / 3
+    # Rank 2 has made three steps already, so that it waits for the others after one more, and makes three.
+    changes = [first - two - EVERY * 0.125, first - two - EVERY * 0.25, first - two - 0.375]
+    second = _outer_steps([both, both, sum(changes) / 3]) - 3 * 0.375 / 3
+    for found in results:
+        assert max(abs(a - b) for a, b in zip(found, (first, second, second), strict=True)) < 1e-5, (
+            results,
+            first,
+            second,
+        )
+
+
+@CASES.over("local_sgd, 1", "local_sgd, 3", "diloco, 1", "diloco, 3")
+def all_of_them(rank: int, world: int, what: str) -> None:
+    """With a quorum of all ranks it is local SGD, or DiLoCo."""
+    algorithm, fragments, found = what.partition(",")[0], int(what[-1]), []
     for options in ({"quorum": world}, {}):
         torch.manual_seed(8)
         module = net()
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-        model = trigram.with_bagua(module, "local_sgd", every=3, fragments=fragments, **options)
+        model = trigram.with_bagua(module, algorithm, every=3, fragments=fragments, **options)
         for step in range(13):
             optimizer.zero_grad()
             loss(model, rank, step).backward()
@@ -284,7 +383,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "none": ("local_sgd", {"quorum": 0}, ("quorum=0",)),
     "no time": ("local_sgd", {"quorum": 1, "grace": -1}, ("grace=-1",)),
     "grace alone": ("local_sgd", {"grace": 1.0}, ("quorum=",)),
-    "an outer step": ("diloco", {"quorum": 1}, ("quorum=", "outer_lr")),
     "overlap": ("local_sgd", {"quorum": 1, "overlap": True}, ("quorum=", "overlap")),
     "a codec": ("central/int8/every:4", {"quorum": 1}, ("quorum",)),
     "robust": ("central:median/full/every:4", {"quorum": 1}, ("quorum",)),

@@ -8,6 +8,7 @@ import sys
 
 import torch.distributed as dist
 
+from tests.support import patience
 from tests.support.harness import ROOT
 
 SCRIPT = """
@@ -30,7 +31,7 @@ torch.distributed.destroy_process_group()
 def test_import_is_cheap() -> None:
     """No part of the backend but the registration is imported."""
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=patience.seconds(120))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["trigram.backend", "trigram.backend.names", "trigram.backend.registration"]
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
 from tests.support.harness import ROOT
 from tests.support.marks import long
-
-pytestmark = pytest.mark.timeout(1800)
 
 DOOMED = ("gloo fails too", "posing", "gloo only")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
@@ -74,7 +73,7 @@ def outcomes(posing_as: str, world: int, names: list[str], out: Path) -> dict[st
     command = [sys.executable, "-W", "ignore", "-m", "tests.backend.shipped", "--world", str(world)]
     command += ["--as", posing_as, "--out", str(out), *names]
     with out.with_suffix(".log").open("w") as log:
-        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=1700, check=False)
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=patience.seconds(1700), check=False)
     assert out.exists(), out.with_suffix(".log").read_text()[-4000:]
     found: dict[str, tuple[str, str]] = json.loads(out.read_text())
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
 from tests.support.harness import ROOT, run
 from tests.support.marks import long
 from trigram import cli
@@ -52,7 +53,6 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [long("auto"), "tcp", long("pauses")])
 def test_a_job_under_fire(case: str) -> None:
     transport, faults, words = CASES[case]
@@ -104,7 +104,11 @@ def test_the_command(tmp_path: Path) -> None:
     script.write_text("import time\ntime.sleep(2)\n")
     words = [*COMMAND, "--every", "0.2", "--settle", "0", "--faults", "pause", "--", str(script)]
     done = subprocess.run(
-        [sys.executable, "-m", "trigram", *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "trigram", *words],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
     )
     assert done.returncode == 0 and "the job survived" in done.stdout, done.stdout + done.stderr
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import trigram
+from tests.support import patience
 from tests.support.marks import long
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def test_bench_measures_every_schedule(tmp_path: Path, transport: str, vias: int
         [sys.executable, "-m", "trigram", *argv, "--json", str(file)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.seconds(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -51,7 +52,11 @@ def test_bench_measures_every_schedule(tmp_path: Path, transport: str, vias: int
 
 def test_version_names_the_commit() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "trigram", "--version"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "trigram", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=True,
     )
     found = re.fullmatch(
         r"trigram (\S+) \(commit ([0-9a-f]{12})(-dirty)?, torch \S+, Python \S+\)\n", done.stdout
@@ -102,7 +107,7 @@ def test_via_is_for_all_reduce_only() -> None:
         [sys.executable, "-m", "trigram", "bench", "broadcast", "--via", "ring"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience.seconds(60),
         check=False,
     )
     assert done.returncode == 2 and "only all_reduce" in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import patience
 from tests.support.checks import says
 from trigram.cli import app, demo, slow_network
 
@@ -52,7 +53,13 @@ needs_network = pytest.mark.skipif(
 
 def _python(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, timeout=180, check=False, cwd=cwd, env=env
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(180),
+        check=False,
+        cwd=cwd,
+        env=env,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

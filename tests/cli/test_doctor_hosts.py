@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import netns
+from tests.support import netns, patience
 from tests.support.checks import says
 from tests.support.harness import until
 from trigram.cli.between import verdict
@@ -39,7 +39,7 @@ def _check(hosts: int, settings: dict[int, dict[str, str]] | None = None) -> tup
         _start(k, "--join", f"{netns.address(0)}:29612", **settings.get(k, {})) for k in range(1, hosts)
     ]
     try:
-        done = [process.communicate(timeout=100) for process in started]
+        done = [process.communicate(timeout=patience.seconds(100)) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -118,7 +118,9 @@ def test_over_ssh(several_hosts: None, tmp_path: Path, ssh: bool) -> None:
     hosts = f"{netns.name(0)}={netns.address(0)},{netns.name(1)}"
     command = [*DOCTOR, "--hosts", hosts, "--ssh", run, "--seconds", "0.2"]
     env = {**os.environ, "TRIGRAM_SECRET": "not $HOME told", "TRIGRAM_SILENCE": "9", "COLUMNS": "160"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience.seconds(100), check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
     # The secret too is told, and on no command line.
     says(done.stdout, "all 2 hosts reach each other", "job secret", "the same on all", "bit/s")
@@ -143,7 +145,7 @@ def _running(words: str) -> list[str]:
 def test_a_host_that_does_not_start_is_named(several_hosts: None) -> None:
     hosts = f"{netns.name(0)}={netns.address(0)},nowhere"
     command = [*DOCTOR, "--hosts", hosts, "--ssh", "ip netns exec", "--seconds", "0.2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(60), check=False)
     assert done.returncode == 1
     says(done.stderr, "nowhere: exit code", "Cannot open network namespace")
 
@@ -158,7 +160,9 @@ def test_a_host_that_does_not_start_is_named(several_hosts: None) -> None:
 )
 def test_what_is_wrong_is_said(words: list[str], told: str) -> None:
     env = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run([*DOCTOR, *words], capture_output=True, text=True, timeout=60, check=False, env=env)
+    done = subprocess.run(
+        [*DOCTOR, *words], capture_output=True, text=True, timeout=patience.seconds(60), check=False, env=env
+    )
     assert done.returncode == 2
     says(" ".join(done.stderr.split()), told)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import patience
 from tests.support.checks import says
 from tests.support.harness import free_port, until
 from tests.support.marks import long
@@ -66,7 +67,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     command = _script(tmp_path, "if os.environ['RANK'] == '1': sys.exit('no luck')\ntime.sleep(100)")
     began = time.monotonic()
     code, errors = launch.launch(3, command)[:2]
-    assert code == 1 and time.monotonic() - began < 60
+    assert code == 1 and time.monotonic() - began < patience.seconds(60)
     says(errors, "rank 1 failed with exit code 1", "no luck")
 
 
@@ -323,7 +324,7 @@ def test_on_a_terminal_ranks_have_terminals(tmp_path: Path) -> None:
             except OSError:
                 break
             said += chunk
-        assert job.wait(60) == 0
+        assert job.wait(patience.seconds(60)) == 0
     os.close(ours)
     lines = said.decode().split("\r\n")  # which the terminal makes of a newline
     assert "\r" not in "".join(lines) and lines.count("True True 77 33") == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_run_nodes import GROWS
-from tests.support import netns
+from tests.support import netns, patience
 from tests.support.checks import says
 from tests.support.elastic_script import dies_once
 from tests.support.harness import until
@@ -62,7 +62,7 @@ def _run(
 
 def test_ranks_on_two_hosts_train_together(several_hosts: None, tmp_path: Path) -> None:
     process = _run(tmp_path, TRAINS, "--lr", "$X 'y'")
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=patience.seconds(100))
     assert process.returncode == 0, err
     lines = sorted(line for line in out.splitlines() if "arguments" not in line)
     assert lines == [f"[{k}] {k} 4 {k % 2} 2 {k // 2} 2 it's $HOME, long enough a b" for k in range(4)], out
@@ -71,7 +71,7 @@ def test_ranks_on_two_hosts_train_together(several_hosts: None, tmp_path: Path) 
 
 def test_a_rank_of_another_host_is_started_again(several_hosts: None, tmp_path: Path) -> None:
     process = _run(tmp_path, dies_once(1), ranks=1, more=["--restarts", "2"])
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=patience.seconds(100))
     assert process.returncode == 0, err
     assert (tmp_path / "again0").exists() and (tmp_path / "again1").exists()
     says(err, "rank 1 was ended by the signal SIGKILL; starting it again", "1 joined")
@@ -81,8 +81,8 @@ def test_a_rank_that_fails_ends_those_of_other_hosts(several_hosts: None, tmp_pa
     text = "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit('no luck')\ntime.sleep(100)"
     began = time.monotonic()
     process = _run(tmp_path, text)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and time.monotonic() - began < 50
+    _, err = process.communicate(timeout=patience.seconds(60))
+    assert process.returncode == 1 and time.monotonic() - began < patience.seconds(50)
     says(err, "[3] no luck", "rank 3 failed with exit code 1", f"the ranks of {netns.name(1)} have failed")
 
 
@@ -94,7 +94,7 @@ def test_a_job_goes_on_without_a_host(several_hosts: None, tmp_path: Path) -> No
         (tmp_path / "fail").touch()
         until((tmp_path / "rank0of1").exists, 60, "what is left")
         (tmp_path / "over").touch()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=patience.seconds(60))
     finally:
         process.kill()
         process.wait()
@@ -117,7 +117,7 @@ def test_nothing_is_left_when_the_starting_host_has_gone(
     until(lambda: all(file.exists() and file.read_text() for file in files), 60)
     pids = [int(file.read_text()) for file in files]
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=patience.seconds(60))
     until(lambda: not any(_runs(pid) for pid in pids), 30)
 
 
@@ -132,7 +132,9 @@ def test_a_host_that_cannot_be_reached_is_named(several_hosts: None, tmp_path: P
     (tmp_path / "script.py").write_text("import time; time.sleep(100)")
     command = [sys.executable, "-m", "trigram", "run", "--hosts", f"{netns.name(0)},nowhere", "-n", "1"]
     command += ["--ssh", "ip netns exec", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
     assert done.returncode
     says(done.stderr, "the ranks of nowhere have failed", "Cannot open network namespace")
 
@@ -140,7 +142,9 @@ def test_a_host_that_cannot_be_reached_is_named(several_hosts: None, tmp_path: P
 def test_no_hosts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     command = [sys.executable, "-m", "trigram", "run", "--hosts", " , ", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
     assert done.returncode == 2
     says(done.stderr, "needs a host or more")
 
@@ -154,7 +158,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("", ["trigram run --hosts"]),
     ):
         done = subprocess.run(
-            part, input=told, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            part,
+            input=told,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(60),
+            check=False,
         )
         assert done.returncode
         says(done.stderr, *words)

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 import typer
 
+from tests.support import patience
 from tests.support.checks import says
 from tests.support.elastic_script import dies_once
 from tests.support.harness import free_port, until
@@ -71,7 +72,10 @@ def _launcher(folder: Path, port: int, *words: str, nodes: int | str = 2) -> sub
 
 def _ended(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     try:
-        return [(*launcher.communicate(timeout=90), launcher.returncode)[::-1] for launcher in launchers]
+        return [
+            (*launcher.communicate(timeout=patience.seconds(90)), launcher.returncode)[::-1]
+            for launcher in launchers
+        ]
     finally:
         for launcher in launchers:
             launcher.kill()
@@ -96,7 +100,7 @@ def test_launchers_meet(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     began = time.monotonic()
     found = _ended(two)
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < patience.seconds(25)
     assert [code for code, _, _ in found] == [0, 0], found
     lines = sorted(line for _, _, said in found for line in said.splitlines())
     first = next(said for _, _, said in found if "0 3 0" in said)
@@ -119,7 +123,7 @@ def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
     port, script = free_port(), _script(tmp_path, text)
     began = time.monotonic()
     found = _ended([_launcher(tmp_path, port, "-n", "1", script) for _ in range(2)])
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < patience.seconds(60)
     assert sorted(code for code, _, _ in found) == [1, 3], found
     assert any("ranks of another machine have failed; ending those here" in errors for _, errors, _ in found)
 
@@ -145,7 +149,7 @@ def test_machines_come_and_go(tmp_path: Path) -> None:
         launchers.append(_launcher(tmp_path, port, *words, nodes="1:2"))
         until((tmp_path / "rank1of2").exists, 60, "the second")
         late = _launcher(tmp_path, port, *words, nodes="1:2")
-        _, errors = late.communicate(timeout=60)
+        _, errors = late.communicate(timeout=patience.seconds(60))
         assert late.returncode == 2
         says(" ".join(errors.replace("│", "").split()), "2 launchers run", "already (--nnodes 1:2)")
         (tmp_path / "rank0of1").unlink()
@@ -245,7 +249,7 @@ def test_launchers_with_other_options(tmp_path: Path) -> None:
         until(lambda: _answers(port), 60, "the first")
         for words, nodes, has in (([], 3, "--nnodes 3"), (["--min", "1"], 2, "--nnodes 2 --min 1")):
             done = _launcher(tmp_path, port, "-n", "1", *words, script, nodes=nodes)
-            _, errors = done.communicate(timeout=60)
+            _, errors = done.communicate(timeout=patience.seconds(60))
             assert done.returncode == 2
             text = " ".join(errors.replace("│", "").split())
             says(text, f"this launcher has {has}", "has --nnodes 2; give all launchers of a job the same")
@@ -297,7 +301,9 @@ def test_numbers_of_machines_that_are_none(tmp_path: Path) -> None:
         (["--hosts", "a,b", "-n", "2", "--min", "5"], "--min 5 is more than the 4 ranks"),
     ):
         argv = [sys.executable, "-m", "trigram", "run", *words, script]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            argv, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+        )
         assert done.returncode == 2, words
         says(" ".join(done.stderr.replace("│", "").split()), said)
 
@@ -311,7 +317,9 @@ def test_launchers_that_do_not_come(tmp_path: Path) -> None:
     says(errors, "1 of 3 launchers have come", "--nnodes 3 --rdzv-endpoint")
     away = [sys.executable, "-m", "trigram", "run", "--nnodes", "2", "-n", "1", "--rdzv-timeout", "1"]
     away += ["--rdzv-endpoint", "192.0.2.1:9", script]
-    done = subprocess.run(away, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        away, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
     assert done.returncode == 1
     says(done.stderr, "no launcher answers at 192.0.2.1:9", "on 192.0.2.1 too")
     first = _launcher(tmp_path, port, "-n", "1", script, nodes=3)

@@ -12,13 +12,18 @@ import pytest
 import torch
 
 import trigram
+from tests.support import patience
 from tests.support.harness import run
 from trigram.cli import self_test
 
 
 def test_this_installation_works() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "trigram", "test"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "trigram", "test"],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(300),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import typer
 
 import trigram
+from tests.support import patience
 from tests.support.elastic_run import come, loss_of, model, optimizer
 from tests.support.harness import Ranks, await_flag, flag, free_port, scratch
 from trigram.cli import job_store, status
@@ -59,19 +60,19 @@ def _steps(
 
 def _status(port: str, *more: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "trigram", "status", "--store", f"127.0.0.1:{port}", *more]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=patience.seconds(60), check=False)
 
 
 def _until(port: str, what: Any) -> dict[str, Any]:
     """The first status that fits."""
-    end = time.monotonic() + 60
+    limit = patience.Limit(60)
     while True:
         done = _status(port, "--json")
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         if what(found):
             return found
-        assert time.monotonic() < end, found
+        assert not limit.is_over(), found
 
 
 def test_an_elastic_job_says_how_it_is() -> None:

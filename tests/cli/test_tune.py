@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.harness import run
 from tests.support.marks import long
@@ -22,7 +23,7 @@ def _bench(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "trigram", "bench", *argv],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience.seconds(200),
         check=False,
         env={**os.environ, **env},
     )

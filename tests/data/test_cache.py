@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.harness import Ranks, await_flag, flag, run, say, scratch, until
 from tests.support.marks import long
@@ -192,7 +193,7 @@ def test_writers_that_are_killed_or_stopped() -> None:
             ranks.signal(rank, signal.SIGKILL if rank < 2 else signal.SIGSTOP)
             found, began = cached.hits, time.monotonic()
             _check(cached.__getitems__(list(range(600))), list(range(600)), data)
-            assert cached.hits > found and time.monotonic() - began < 20
+            assert cached.hits > found and time.monotonic() - began < patience.seconds(20)
         ranks.signal(2, signal.SIGKILL)
         ranks.ranks[2].process.join(10)
         time.sleep(1.1)
@@ -271,7 +272,7 @@ def _peers(rank: int, world: int, dies: bool) -> tuple[int, int]:
         began = time.monotonic()
         for _ in range(3):
             _check(cached.__getitems__(list(range(60))), list(range(60)), data)
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < patience.seconds(12)
     return data.loads(), cached.from_peers
 
 

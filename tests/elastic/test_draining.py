@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import trigram
+from tests.support import patience
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import batch, come, loss_of, model, optimizer, reference, weights
 from tests.support.harness import Died, Ranks, await_flag, flag, free_port, run, say, until
@@ -509,7 +510,9 @@ def _run(tmp_path: Path, status: str) -> tuple[int, str]:
     script.write_text(SCRIPT)
     environment = os.environ | {"TRIGRAM_DRAIN_STATUS": status}
     command = [sys.executable, "-m", "trigram", "run", "-n", "3", str(script)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=patience.seconds(240), env=environment
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.elastic_run import (
     await_step,
@@ -359,7 +360,7 @@ def too_late(rank: int, world: int, port: int, killed: bool = False) -> str:
         joining._SILENT_SECONDS, joining._EMPTY_SECONDS = (100.0, 3.0) if killed else (3.0, 100.0)
         began = time.monotonic()
         text = raises(trigram.TimeoutError, trigram.recover)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < patience.seconds(30)
         return text
     say("in")
     await_flag("late")
@@ -454,7 +455,7 @@ def test_a_worker_that_torchrun_restarts_rejoins(tmp_path: Path) -> None:
                 )
             )
     try:
-        codes = [agent.wait(120) for agent in agents]
+        codes = [agent.wait(patience.seconds(120)) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -19,6 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 import trigram
+from tests.support import patience
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import loss_of, model, optimizer, reference, weights
 from tests.support.harness import Ranks, free_port, say, scratch, until
@@ -160,7 +161,7 @@ def test_trigram_run_does_not_start_them_again(tmp_path: Path) -> None:
         assert drain.send_away(store, [1], 30) == 0
         time.sleep(1.0)
         (tmp_path / "over").touch()
-        said, errors = job.communicate(timeout=60)
+        said, errors = job.communicate(timeout=patience.seconds(60))
     finally:
         job.kill()
         job.wait()

@@ -291,9 +291,6 @@ def refused(rank: int, world: int) -> None:
     ]:
         with pytest.raises(trigram.UnsupportedError, match=words):
             trigram.with_bagua(linear, optimizer=opt, elastic=True, **options)
-    sparse = torch.nn.Embedding(4, 4, sparse=True)
-    with pytest.raises(trigram.UnsupportedError, match="sparse"):
-        trigram.with_bagua(sparse, optimizer=torch.optim.SGD(sparse.parameters(), lr=0.1), elastic=True)
     with pytest.raises(trigram.UnsupportedError, match="helper"):
         trigram.init(elastic=True, helper=True)
     trigram.init()

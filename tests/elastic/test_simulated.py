@@ -21,10 +21,12 @@ from trigram.training.elastic_model import ElasticModel
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {},
+    "gradient_allreduce, sparse": {"sparse": True},
     "bytegrad": {},
     "local_sgd": {"every": 3},
     "local_sgd, quorum": {"every": 3, "quorum": 2},
     "diloco": {"every": 3},
+    "diloco, quorum": {"every": 3, "quorum": 2},
     "decentralized": {},
     "decentralized, no overlap": {"overlap": False},
     "async": {},
@@ -55,6 +57,7 @@ def test_jobs_at_random(label: str, kinds: tuple[str, ...]) -> None:
     ("label", "kinds"),
     [
         ("gradient_allreduce", ("kill", "join", "drain", "spare")),
+        ("gradient_allreduce, sparse", ("kill", "join", "drain", "spare")),
         long("bytegrad", ("kill", "join", "drain", "spare")),
         ("gradient_allreduce", ("kill", "join", "replica")),
         long("decentralized", ("kill", "join", "replica")),

@@ -9,8 +9,6 @@ import pytest
 from tests.support.examples import play
 from tests.support.harness import run
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_resnet() -> None:
     pytest.importorskip("torchvision")

@@ -21,7 +21,6 @@ import ray.train
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchTrainer, prepare_model
 
-pytestmark = pytest.mark.timeout(600)
 OTHERS: dict[str, dict[str, Any]] = {
     "bytegrad": {},
     "decentralized": {},

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_torch_trainer(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="pip install 'ray[train]'")

@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import patience
 from tests.support.harness import ROOT, run
-
-pytestmark = pytest.mark.timeout(600)
 
 SUITES = {
     # by suite: how many of its tests pass on CPUs, and what is left out
@@ -43,7 +42,7 @@ def test_suite(suite: str, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=patience.seconds(500),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
 from tests.support.net_driver import (
     Buffer,
     Net,
@@ -87,7 +88,12 @@ def test_no_interface_is_an_error() -> None:
     script = "from tests.support.net_driver import Net; n = Net(8)\ntry: n.init()\nfinally: print(n.log)"
     env = {**os.environ, "TRIGRAM_IFACE": "", "NCCL_SOCKET_IFNAME": "nosuch"}
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, cwd=ROOT, env=env, capture_output=True, timeout=20
+        [sys.executable, "-c", script],
+        check=False,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        timeout=patience.seconds(20),
     )
     assert done.returncode and b"NCCL_SOCKET_IFNAME=nosuch" in done.stdout
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import trigram
-from tests.support import elastic_run, gpu_rehearsal
+from tests.support import elastic_run, gpu_rehearsal, patience
 from tests.support.harness import ROOT, Died, Ranks, await_flag, flag, free_port, run
 from trigram.gpu import routes
 from trigram.runtime.group import Group
@@ -412,6 +412,6 @@ def test_nccl_goes_through_the_plugin() -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    said = [rank.communicate(timeout=patience.seconds(120))[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0]
     assert "Using network Trigram" in said[0] and "via NET/Trigram" in said[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import patience
 from tests.support.harness import ROOT
 from tests.support.marks import long_unless
 
@@ -57,7 +58,9 @@ FOUND = {
 @pytest.mark.parametrize("stage", long_unless(["machine"], report.NAMES))
 def test_rehearsal(tmp_path: Path, stage: str) -> None:
     command = [sys.executable, "tools/gpu_report.py", "--rehearse", "--stages", stage, "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(280), check=False
+    )
     page = (tmp_path / "report.md").read_text()
     assert done.returncode == 0, page + done.stderr
     assert page.count("| not run |") == len(report.NAMES) - 1 and "A rehearsal" in page

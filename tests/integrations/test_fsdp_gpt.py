@@ -48,7 +48,6 @@ def trains(rank: int, world: int) -> list[tuple[float, list[torch.Tensor]]]:
     return found if rank == 0 else []
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4])
 def test_int8_has_the_loss_of_full_gradients(world: int) -> None:
     (gloo_loss, gloo_weights), (loss, weights), (coded, coded_weights) = run(world, trains, timeout=850)[0]

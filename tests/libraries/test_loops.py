@@ -12,7 +12,6 @@ from torch.distributions import Categorical, Normal
 from tests.libraries.script import PATIENCE, Counts, Run, script
 from tests.support.cases import Cases
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch that all share
 CASES = Cases()
 
 

@@ -15,7 +15,6 @@ from tests.support.cases import Cases
 
 schedulefree = pytest.importorskip("schedulefree", reason="make test-libraries installs it")
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch that all share
 CASES = Cases()
 STEPS = 8
 

@@ -24,7 +24,6 @@ pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason=_WHY)
 schedulefree = pytest.importorskip("schedulefree", reason=_WHY)
 timm_optim = pytest.importorskip("timm.optim", reason=_WHY)
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch that all share
 CASES = Cases()
 Make = Callable[[nn.Module], Optimizer]
 

@@ -20,7 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 from tests.libraries.script import PATIENCE, Run, script
 from tests.support.cases import Cases
 
-pytestmark = pytest.mark.timeout(1800)  # the first test waits for the launch that all share
 CASES = Cases()
 STEPS = 6
 

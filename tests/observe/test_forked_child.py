@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
 from tests.support.harness import free_port
 
 _SCRIPT = """
@@ -36,7 +37,7 @@ def test_a_forked_child_ends_and_leaves_nothing(variable: str, tmp_path: Path) -
         [sys.executable, "-c", _SCRIPT],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=patience.seconds(90),
         cwd=tmp_path,
         env=os.environ | job | {variable: value[variable]},
         check=False,

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.harness import ROOT, free_port, run
 from trigram.observe import metrics
@@ -122,7 +123,11 @@ def test_a_process_with_the_page_ends_well() -> None:
     """torch drops the page's handler after the interpreter; which modules are there decides the order."""
     code = "import trigram.integrations.lightning, trigram.integrations.torch_debug"
     ended = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
     assert ended.returncode == 0, ended.stderr
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.harness import free_port, run, scratch
 from tests.support.marks import long
@@ -318,7 +319,7 @@ def test_a_rank_that_fails_prints_no_report(tmp_path: Path) -> None:
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience.seconds(60),
         env=os.environ | job | {"TRIGRAM_REPORT": str(tmp_path / "figures")},
         check=False,
     )
@@ -585,7 +586,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "none" / "a.json"),
     ]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patience.seconds(60), check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "a.json" in done.stderr
 
 

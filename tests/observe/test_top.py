@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.harness import Ranks, free_port, say, scratch, until
 from trigram.cli import job_store, top
@@ -188,7 +189,9 @@ def _top(port: str, secret: str | None) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRIGRAM_SECRET"}
     env |= {"TRIGRAM_SECRET": secret} if secret else {}
     argv = [sys.executable, "-m", "trigram", "top", "--once", "--store", f"127.0.0.1:{port}"]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env, check=False)
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=patience.seconds(60), env=env, check=False
+    )
 
 
 def test_a_running_job_is_seen() -> None:

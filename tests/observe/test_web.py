@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support import patience
 from tests.support.checks import says
 from tests.support.harness import free_port, until
 from trigram.elastic import orders
@@ -66,7 +67,7 @@ def page(job: tuple[dist.Store, int]) -> Iterator[str]:
         assert found is not None, line
         yield found[0]
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(patience.seconds(30)) == 0
     finally:
         process.kill()
         process.wait()
@@ -168,7 +169,7 @@ def test_what_a_browser_draws(page: str) -> None:
     assert CHROMIUM is not None
     argv = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     done = subprocess.run(
-        [*argv, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True
+        [*argv, "--dump-dom", page], capture_output=True, text=True, timeout=patience.seconds(120), check=True
     )
     dom = done.stdout
     says(dom, "<title>trigram top</title>", "2 of 2", "&lt;img src=x", "1 (25 %)", "<b>91</b>")
@@ -181,6 +182,6 @@ def test_what_a_browser_draws(page: str) -> None:
 
 def test_a_port_that_is_taken(job: tuple[dist.Store, int]) -> None:
     argv = [sys.executable, "-m", "trigram", "top", "--store", f"127.0.0.1:{job[1]}", "--web", str(job[1])]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patience.seconds(60), check=False)
     assert done.returncode == 2
     says(" ".join(done.stderr.split()), f"cannot listen on 127.0.0.1:{job[1]}")

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import trigram
+from tests.support import patience
 from tests.support.checks import raises, says
 from tests.support.harness import run
 from trigram.cli import app
@@ -105,7 +106,7 @@ def planned(tmp_path: Path, steps: int) -> subprocess.CompletedProcess[str]:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.seconds(120),
         env=os.environ,
         check=False,
     )

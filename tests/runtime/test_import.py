@@ -9,6 +9,7 @@ import threading
 
 import torch
 
+from tests.support import patience
 from tests.support.harness import run
 
 
@@ -72,6 +73,10 @@ print({name.partition(".")[0] for name in set(sys.modules) - before})
 def test_import_loads_itself_alone() -> None:
     """Beside torch: no compiler, which takes a second, 80 MB in each rank, and a temporary folder."""
     done = subprocess.run(
-        [sys.executable, "-c", _LOADED], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", _LOADED],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=True,
     )
     assert ast.literal_eval(done.stdout) - sys.stdlib_module_names == {"trigram"}

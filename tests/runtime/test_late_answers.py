@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from tests.support import patience
 from tests.support.harness import Ranks, free_port, say, until
 
 pytestmark = pytest.mark.waits
@@ -51,7 +52,9 @@ def test_an_answer_while_the_interpreter_ends() -> None:
     with Ranks(1, _serves, port) as server:
         server.await_said(0, "serves")
         command = [sys.executable, "-c", ASKS, str(port), str(server.pid(0))]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=patience.seconds(90)
+        )
         os.kill(server.pid(0), signal.SIGCONT)
         dist.TCPStore("127.0.0.1", port, None, False).set("over", "yes")
         server.results(30)

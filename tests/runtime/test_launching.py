@@ -19,6 +19,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 import trigram
+from tests.support import patience
 from tests.support.harness import ROOT, run, until
 from tests.support.marks import long
 
@@ -281,7 +282,9 @@ def test_classes_of_a_script_come_back(tmp_path: Path) -> None:
     (tmp_path / "there" / "script.py").write_text(OF_ITS_OWN)
     (tmp_path / "numbers.py").write_text("raise RuntimeError('not this one')")
     command = [sys.executable, "there/script.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience.seconds(120), check=False, cwd=tmp_path
+    )
     assert done.returncode == 0 and "has [0, 1]" in done.stdout, done.stdout + done.stderr
 
 
@@ -289,7 +292,11 @@ def test_a_function_of_a_script_needs_cloudpickle(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nsys.modules['cloudpickle'] = None\n" + SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
+        check=False,
     )
     assert done.returncode == 1
     assert "install cloudpickle" in done.stderr and "trigram[notebook]" in done.stderr

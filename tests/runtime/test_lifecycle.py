@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import trigram
 from tests.reference.torch_gloo import gloo
+from tests.support import patience
 from tests.support.checks import equal, raises
 from tests.support.harness import Ranks, await_flag, flag, free_port, run, until
 from tests.support.marks import long
@@ -116,7 +117,7 @@ def test_ctrl_c_at_the_end_leaves_the_job_all_the_same(tmp_path: Path) -> None:
         [sys.executable, "-m", "trigram", "run", "-n", "2", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience.seconds(100),
         check=False,
     )
     assert "MISSED" in done.stdout and "it has left the job" in done.stdout, done.stdout + done.stderr
@@ -293,7 +294,7 @@ def test_interpreter_exit_with_work_in_flight(how: str, transport: str, tmp_path
         for r in range(2)
     ]
     try:
-        codes = [p.wait(60) for p in ranks]
+        codes = [p.wait(patience.seconds(60)) for p in ranks]
     except subprocess.TimeoutExpired:
         texts = [(tmp_path / f"out{r}").read_text() for r in range(2)]
         pytest.fail(f"a rank had not ended after 60 s; ended: {[p.poll() for p in ranks]}; {texts}")

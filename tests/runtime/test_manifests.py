@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support import patience
 from tests.support.harness import ROOT, free_port, until
 
 pytestmark = pytest.mark.waits
@@ -79,7 +80,9 @@ def test_the_trainjob_trains(tmp_path: Path) -> None:
         _started(command, env | {"PET_NODE_RANK": "0"}, log) as first,
         _started(command, env | {"PET_NODE_RANK": "1"}, log) as second,
     ):
-        assert (first.wait(250), second.wait(20)) == (0, 0), log.read_text()
+        assert (first.wait(patience.seconds(250)), second.wait(patience.seconds(20))) == (0, 0), (
+            log.read_text()
+        )
     assert log.read_text().count("epoch 0: accuracy") == 1
 
 
@@ -109,7 +112,7 @@ def test_the_elastic_job_survives_a_lost_pod(tmp_path: Path) -> None:
         two.wait(10)
         time.sleep(0.2)
         with started(2) as again:
-            assert [p.wait(200) for p in (zero, one, again, three)] == [0] * 4, [
+            assert [p.wait(patience.seconds(200)) for p in (zero, one, again, three)] == [0] * 4, [
                 log.read_text() for log in logs
             ]
     assert len({log.read_text().split(": loss")[1] for log in logs}) == 1
@@ -127,5 +130,7 @@ def test_two_sites_train(tmp_path: Path) -> None:
         _started([*command, "0", "127.0.0.1", "--steps", "33"], env, log, ROOT) as first,
         _started([*command, "1", "127.0.0.1", "--steps", "33"], env, log, ROOT) as second,
     ):
-        assert (first.wait(250), second.wait(20)) == (0, 0), log.read_text()
+        assert (first.wait(patience.seconds(250)), second.wait(patience.seconds(20))) == (0, 0), (
+            log.read_text()
+        )
     assert log.read_text().count("held-out loss") == 1

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import trigram
+from tests.support import patience
 from tests.support.checks import close, equal
 from tests.support.harness import await_flag, flag, run, scratch
 from tests.support.marks import long
@@ -247,7 +248,7 @@ def test_ranks_forked_by_who_has_no_job(jobs: int) -> None:
         [sys.executable, "-c", _FORKS, str(free_port()), str(jobs)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience.seconds(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -286,7 +287,7 @@ def _children(tmp_path: Path, how: str, algorithm: str, fails: bool) -> tuple[in
         [sys.executable, str(script), how, str(free_port()), algorithm, str(fails)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.seconds(120),
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

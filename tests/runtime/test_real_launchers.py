@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import slurm
+from tests.support import patience, slurm
 from tests.support.harness import ROOT
 from trigram.runtime.launchers import first_host
 
@@ -50,7 +50,9 @@ def _starts(command: list[str], env: dict[str, str] | None = None) -> None:
     """The command starts two ranks of one job."""
     env = {n: v for n, v in (env or os.environ).items() if n not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'python'}:{env.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=patience.seconds(200), check=False
+    )
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     expected = [f"rank {r} of 2, local {r}: [[1.5, 1.5]]" for r in (0, 1)]
     assert lines == expected, done.stdout + done.stderr
@@ -84,7 +86,9 @@ def test_torchrun_inside_srun(cluster: dict[str, str], script: Path) -> None:
 def test_hosts_as_slurm_expands_them(cluster: dict[str, str]) -> None:
     for hosts in ("n1", "n[007-009,12],m1", "rack[2-3]n[01-04,09],login"):
         command = ["scontrol", "show", "hostnames", hosts]
-        done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            command, env=cluster, capture_output=True, text=True, timeout=patience.seconds(30), check=True
+        )
         assert first_host(hosts) == done.stdout.split()[0]
 
 
@@ -106,7 +110,7 @@ def test_a_batch_script_trains(
     env = cluster | {"PYTHON": str(python), "PYTHONPATH": str(ROOT / "python")}
     command = ["sbatch", "--wait", "--nodes=1", f"--output={tmp_path / 'log'}", *options]
     command += [str(ROOT / "examples/launch" / name), *arguments]
-    done = subprocess.run(command, env=env, cwd=ROOT, timeout=250, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, timeout=patience.seconds(250), check=False)
     log = (tmp_path / "log").read_text()
     assert done.returncode == 0 and log.count(says) == 1, log
     assert sorted(line for line in log.splitlines() if line.startswith("rank")) == [

@@ -45,7 +45,6 @@ def trains(rank: int, world: int, ways: list[str | None]) -> list[tuple[float, l
     return found if rank == 0 else []
 
 
-@pytest.mark.timeout(900)
 def test_500_steps_have_the_bits_of_a_plain_optimizer() -> None:
     (loss, weights), *others = run(2, trains, [None, *WAYS], timeout=850)[0]
     assert loss < 2.6

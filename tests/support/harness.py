@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import netns
+from tests.support.patience import Limit
 
 # A rank is forked from a server that has these already: importing torch takes seconds.
 PRELOAD = [
@@ -77,13 +78,13 @@ def say(value: Any) -> None:
 
 
 def until(condition: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
-    """Poll until the condition is true; never longer than the timeout."""
-    end = time.monotonic() + timeout
+    """Poll until the condition is true; never longer than the timeout, see :mod:`patience`."""
+    limit = Limit(timeout)
     while True:
         value = condition()
         if value:
             return value
-        if time.monotonic() > end:
+        if limit.is_over():
             raise TimeoutError(f"waited {timeout} s for {what or condition}")
         time.sleep(0.01)
 
@@ -268,9 +269,9 @@ class Ranks:
 
     def await_said(self, rank: int, value: Any, timeout: float = 30.0) -> None:
         """Wait until the rank has said this."""
-        end = time.monotonic() + timeout
+        limit = Limit(timeout)
         while value not in self.ranks[rank].said:
-            if self.ranks[rank].ended or time.monotonic() > end:
+            if self.ranks[rank].ended or limit.is_over():
                 raise RanksFailed(f"{self.name}: rank {rank} never said {value!r}\n{self.report()}")
             self.hear(0.1)
 
@@ -279,17 +280,14 @@ class Ranks:
 
         `renew`: the time runs from the last word of any rank.
         """
-        end = time.monotonic() + timeout
+        limit = Limit(timeout)
         failed, words = False, -1
-        while time.monotonic() < end and self.hear(0.2):
+        while not limit.is_over() and self.hear(0.2):
             heard = sum(len(r.said) for r in self.ranks.values())
             if not failed and any(r.ended and not self._well(k, dies) for k, r in self.ranks.items()):
-                failed, end = (
-                    True,
-                    time.monotonic() + 3.0,
-                )  # its peers may wait for it: hear them, but not for long
+                failed, limit = True, Limit(3.0)  # its peers may wait for it: hear them, but not for long
             elif renew and not failed and heard != words:
-                words, end = heard, time.monotonic() + timeout
+                words, limit = heard, Limit(timeout)
         hung = self.end_hung()
         if hung and not failed:
             raise RanksFailed(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support import patience
 from tests.support.harness import free_port
 
 DAEMONS = {"munged": "munged.pid", "slurmctld": "ctld.pid", "slurmd": "slurmd.pid"}
@@ -70,7 +71,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     options = [f"--{name}={folder / file}" for name, file in (files | {"seed-file": "munge.seed"}).items()]
     try:
         for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
-            subprocess.run(command, env=env, check=True, timeout=30, capture_output=True)
+            subprocess.run(command, env=env, check=True, timeout=patience.seconds(30), capture_output=True)
         yield env
     finally:
         for file in reversed(DAEMONS.values()):

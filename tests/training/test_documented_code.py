@@ -11,6 +11,7 @@ import warnings
 import pytest
 
 import trigram
+from tests.support import patience
 from tests.support.harness import ROOT, run
 
 _DOCS = ("start", "training", "checkpoints", "extending", "data", "moe", "calls")
@@ -62,5 +63,5 @@ def test_it_runs(block: str) -> None:
         run(2, _runs, BLOCKS[block])
         return
     command = [sys.executable, "-W", "error::DeprecationWarning", "-c", BLOCKS[block]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(240), check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import patience
 from tests.support.harness import free_port, until
 from tests.support.marks import long
 
@@ -100,9 +101,9 @@ HOW = [long("exit 3", 3), long("exit with a message", 1), ("raises", 1)]
 def test_who_fails_does_not_wait(how: str, code: int, tmp_path: Path) -> None:
     """Rank 0 ends while rank 1 still trains; rank 1 would train until the test has seen that."""
     with _two(tmp_path, how) as ranks:
-        assert ranks[0].wait(60) == code, (tmp_path / "out0").read_text()
+        assert ranks[0].wait(patience.seconds(60)) == code, (tmp_path / "out0").read_text()
         until((tmp_path / "lost").exists, 60.0, "rank 1 to be told")
-        assert ranks[1].wait(60) == 5
+        assert ranks[1].wait(patience.seconds(60)) == 5
 
 
 @pytest.mark.parametrize("how", ["returns", "exit 0", long("SystemExit(0)"), "handled", long("caught")])
@@ -113,7 +114,7 @@ def test_who_succeeds_waits(how: str, tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             ranks[0].wait(1.0)
         (tmp_path / "seen").touch()
-        codes = [p.wait(60) for p in ranks]
+        codes = [p.wait(patience.seconds(60)) for p in ranks]
         assert codes == [0, 0], [(tmp_path / f"out{r}").read_text() for r in range(2)]
         assert not (tmp_path / "lost").exists()
 
@@ -140,6 +141,8 @@ def test_a_call_that_is_awaited_at_exit_ends(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(_LATE_SCRIPT)
     command = [sys.executable, "-m", "trigram", "run", "-n", "2", str(script)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=patience.seconds(120)
+    )
     assert ended.stdout.count("the end") == 2, ended.stdout + ended.stderr
     assert "PeerLostError" in ended.stdout or "AbortedError" in ended.stdout, ended.stdout

@@ -75,7 +75,7 @@ _UNCOMPRESSED = (
     "only uncompressed gradients arrive together with the word which parameters any rank has used; use one "
     "of both"
 )
-_LATE = "ranks that were late do not have what the others agreed on meanwhile; use one of both"
+_LATE = "who takes part is decided between two steps, and all that do average at once; use one of both"
 _AT_THE_END = (
     "it is known for all ranks only at the end of backward, when weights have been updated; use one of both"
 )
@@ -117,8 +117,6 @@ REFUSALS = (
         "an averaging step added with trigram.register",
         "the step computes its averages itself; use who='central'",
     ),
-    Refusal("quorum=", "outer_lr=", _LATE),
-    Refusal("quorum=", "outer_momentum=", _LATE),
     Refusal("quorum=", "overlap=True", _LATE),
     Refusal("quorum=", "every= of a function", "late ranks count by their own steps; use a number"),
     Refusal(
@@ -205,11 +203,6 @@ REFUSALS = (
         "elastic=True",
         "overlap=True of a sharded optimizer",
         "a rank may be lost while weights are collected; use overlap=False",
-    ),
-    Refusal(
-        "elastic=True",
-        "modules with sparse=True",
-        "a pass that is repeated does not keep sparse gradients; create the modules with sparse=False",
     ),
     Refusal(
         "state='sharded' with elastic=True",

@@ -26,16 +26,26 @@ def sparse_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def average(param: torch.Tensor, name: str, group: Group, sample_weight: SampleWeight | None = None) -> None:
+def average(
+    param: torch.Tensor,
+    name: str,
+    group: Group,
+    sample_weight: SampleWeight | None = None,
+    contributing: int | None = None,
+    silent: bool = False,
+) -> None:
     """Replaces the sparse gradient of ``param`` by its average over the ranks of ``group``.
 
-    All ranks call it. If no rank has a gradient, ``param.grad`` does not change. The result is coalesced.
+    All ranks call it. If no rank has a gradient, ``param.grad`` does not change. The result is coalesced; the
+    tensor that was ``param.grad`` before does not change.
 
     Args:
         param: The parameter; its gradient is a sparse COO tensor with one sparse dimension, or None.
         name: The name of the parameter, for error messages.
         group: The ranks that take part.
         sample_weight: This rank's weight; None: all ranks weigh the same.
+        contributing: How many ranks the average is over; None: all of the group.
+        silent: This rank contributes nothing, and gets the average. If there is none, it has no gradient.
 
     Raises:
         UnsupportedError: The gradient is dense.
@@ -46,8 +56,12 @@ def average(param: torch.Tensor, name: str, group: Group, sample_weight: SampleW
             f"rank {group.ranks[group.rank]}: the gradient of {name} is dense, but its module has "
             "sparse=True; create the module with sparse=False"
         )
+    if silent:
+        grad = param.grad = None
     mine = grad.coalesce() if grad is not None else None
     if mine is not None and sample_weight is not None:
+        if mine is grad:
+            mine = mine.clone()
         sample_weight.weigh(mine._values())
     # -1 means no gradient at all; 0 means a gradient without rows.
     sizes = [count for (count,) in tell_all([mine._nnz() if mine is not None else -1], group)]
@@ -68,7 +82,7 @@ def average(param: torch.Tensor, name: str, group: Group, sample_weight: SampleW
     keep = [(r, n) for r, n in enumerate(sizes) if n > 0]
     indices = torch.cat([all_rows[r, :n] for r, n in keep]) if keep else rows[:0]
     data = torch.cat([all_values[r, :n] for r, n in keep]) if keep else values[:0]
-    data = data.view(-1, *param.shape[1:]) / group.size
+    data = data.view(-1, *param.shape[1:]) / (contributing or group.size)
     if sample_weight is not None:
         sample_weight.normalize(data)
     summed = torch.sparse_coo_tensor(

@@ -81,11 +81,14 @@ def _describe(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        if name not in _DTYPES or value.layout != torch.strided:
+        if name not in _DTYPES or value.layout not in (torch.strided, torch.sparse_coo):
             raise UnsupportedError(
                 f"{what}: cannot send a tensor of dtype {value.dtype} and layout {value.layout}; states hold "
-                f"dense tensors of {', '.join(_DTYPES)}"
+                f"dense and sparse COO tensors of {', '.join(_DTYPES)}"
             )
+        if value.is_sparse:  # as it is: the sum of rows that are there twice could differ in its last bits
+            parts = [_describe(t, tensors, what) for t in (value._indices(), value._values())]
+            return {"sparse": [*parts, list(value.shape), value.is_coalesced()]}
         tensors.append(value)
         return {"tensor": name, "shape": list(value.shape)}
     if isinstance(value, list | tuple):
@@ -118,6 +121,12 @@ def _restore(described: Any, data: torch.Tensor, at: int) -> tuple[Any, int]:
     if kind == "float":
         return float(inner), at
     items: list[Any] = []
+    if kind == "sparse":
+        (indices, values), at = _restore_all(inner[:2], data, at)
+        shape, coalesced = inner[2:]
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=coalesced, check_invariants=True
+        ), at
     if kind == "dict":
         for pair in inner:
             (name, value), at = _restore_all(pair, data, at)

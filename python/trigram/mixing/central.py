@@ -158,7 +158,7 @@ class Differences(AveragingStep):
     def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
         weight, change = self.groups.sample_weight, self.out
-        torch.sub(self.inp, self.agreed, out=change)
+        self.contribute()
         # The padding: a nonzero value in it would change the scale of a codec's block.
         change[self.given.total :].zero_()
         if self.feedback is not None and self.dropped is not None:
@@ -170,16 +170,41 @@ class Differences(AveragingStep):
         yield from self.average.phases(step)
         if weight is not None:
             weight.normalize(change)
-        if self.velocity is not None:
-            self.velocity.mul_(self.outer.momentum).add_(change)
-            change.add_(self.velocity, alpha=self.outer.momentum)
-        self.agreed.add_(change, alpha=self.outer.lr)
+        self._agree()
         if self.dropped is not None:
             self._keep_dropped(self.dropped)
         if self.dropped is None or self.feedback is not None:
             self.out.copy_(self.agreed)
         else:
             torch.add(self.agreed, self.dropped, out=self.out)
+
+    def _agree(self) -> None:
+        """The outer step: ``out`` is the mean of the differences."""
+        change = self.out
+        if self.velocity is not None:
+            self.velocity.mul_(self.outer.momentum).add_(change)
+            change.add_(self.velocity, alpha=self.outer.momentum)
+        self.agreed.add_(change, alpha=self.outer.lr)
+
+    # Without a codec, of some of the ranks: see :class:`trigram.mixing.quorum.Rule`.
+
+    def contribute(self) -> None:
+        """``out`` becomes the difference of this rank's weights to those that it agreed on last."""
+        torch.sub(self.inp, self.agreed, out=self.out)
+
+    def agreement(self) -> list[torch.Tensor]:
+        """The agreed weights and the outer momentum."""
+        return [self.agreed] if self.velocity is None else [self.agreed, self.velocity]
+
+    def conclude(self) -> None:
+        """``out`` is the mean of the differences, and becomes the agreed weights."""
+        self._agree()
+        self.out.copy_(self.agreed)
+
+    def rejoin(self) -> None:
+        """``out`` is this rank's difference to weights that it agreed on earlier: it becomes one to those
+        agreed on now."""
+        self.out.add_(self.agreed)
 
     def _keep_dropped(self, dropped: torch.Tensor) -> None:
         """Makes the encoding error that of this rank's weights: a sample weight has scaled it."""

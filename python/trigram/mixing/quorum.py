@@ -6,6 +6,10 @@ quorum, then for a grace window, and tells all ranks who is in. Those average th
 training steps (or samples) that each has made since its last average. A rank that comes too late does not
 wait: it trains on, and is in the leader's next averaging step, where it counts for all that it has trained.
 
+With an outer optimizer they average the differences of their weights to those that they agreed on last. Such
+a rank agreed on them earlier than the others. What it has trained since counts, whatever it began from; and
+one of the others gives it the agreed weights and the outer momentum, so that its outer step is theirs.
+
 With several fragments an averaging step is of one of them, which the leader names; a rank that comes too
 late for one is in that of the next.
 
@@ -18,12 +22,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
+from trigram.collectives.coalesced import Part
+from trigram.collectives.consistency import tell_all
 from trigram.errors import MisuseError, TimeoutError
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
@@ -31,18 +37,82 @@ from trigram.runtime import serving
 
 _HERE, _LEAVES, _FLUSH = 1, 2, 3
 _DECISION, _LEFT, _ENDED = 4, 5, 6
-_TO_LEADER, _FROM_LEADER, _PART, _MEAN = 4, 5, 6, 7
+_TO_LEADER, _FROM_LEADER, _PART, _MEAN, _AGREEMENT = 4, 5, 6, 7, 8
 """Tags of messages."""
 _ADAPTIVE = 0.1
 """The default grace window, as a part of the time since the leader's last averaging step."""
 
 
-class _Inbox:
-    """Receives the control messages of one rank: a kind, a fragment, and a flag for each rank."""
+_IN, _BEHIND = 1, 2
+"""In a decision, how a rank takes part: having agreed on what the leader has, or on something earlier."""
 
-    def __init__(self, groups: ModelGroups, sender: int, tag: int) -> None:
+
+class Rule(Protocol):
+    """What the members of an averaging step do with a fragment of the weights.
+
+    Attributes:
+        inp: The weights at the last :meth:`take`, one-dimensional.
+        out: What is averaged, and the result.
+    """
+
+    inp: torch.Tensor
+    out: torch.Tensor
+
+    def take(self) -> None:
+        """Copies the weights into ``inp``."""
+
+    def contribute(self) -> None:
+        """``out`` becomes what this rank has to average."""
+
+    def agreement(self) -> list[torch.Tensor]:
+        """What all members have alike after an averaging step, beside the weights."""
+
+    def conclude(self) -> None:
+        """``out`` is the average, and becomes the new weights."""
+
+    def rejoin(self) -> None:
+        """``out`` is what this rank has to average, and becomes the weights of a rank that has trained as
+        much, and has the present agreement."""
+
+    def apply(self, moved: bool) -> None:
+        """``out`` becomes the weights."""
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint; empty: there is none."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state` returned."""
+
+
+class MeanOfWeights(AveragingStep):
+    """The members of an averaging step take the mean of their weights."""
+
+    def __init__(self, tensors: Sequence[Part], groups: ModelGroups) -> None:
+        super().__init__(tensors, groups, torch.float32)
+        self.exact = not any(t.dtype == torch.float64 for t in tensors)
+        self.heals = groups.sample_weight is not None
+
+    def contribute(self) -> None:
+        """See :class:`Rule`."""
+        self.out.copy_(self.inp)
+
+    def agreement(self) -> list[torch.Tensor]:
+        """Nothing: the mean depends on no earlier one."""
+        return []
+
+    def conclude(self) -> None:
+        """Nothing to do: the average is the new weights."""
+
+    def rejoin(self) -> None:
+        """Nothing to do: there is no agreement."""
+
+
+class _Inbox:
+    """Receives the control messages of one rank: a kind, a fragment, a number, and others."""
+
+    def __init__(self, groups: ModelGroups, sender: int, tag: int, words: int) -> None:
         self.group, self.sender, self.tag = groups.main, groups.main.ranks[sender], tag
-        self.memory = torch.zeros(2 + groups.size, dtype=torch.int32, device="cpu")
+        self.memory = torch.zeros(words, dtype=torch.int32, device="cpu")
         self.receiving: Any = None
         self.listen()
 
@@ -66,7 +136,7 @@ class QuorumSteps:
     """The schedule of averaging steps every h training steps, which not all ranks need to reach in time.
 
     Args:
-        fragments: Of each fragment of the weights the snapshot, and the result of an averaging step.
+        fragments: What is averaged of each fragment of the weights.
         groups: The model's process groups; the first rank is the leader.
         every: h, a multiple of the number of fragments.
         quorum: Ranks, with the leader, without which the leader does not go on. Ranks that have ended their
@@ -77,7 +147,7 @@ class QuorumSteps:
 
     def __init__(
         self,
-        fragments: Sequence[AveragingStep],
+        fragments: Sequence[Rule],
         groups: ModelGroups,
         every: int,
         quorum: int,
@@ -90,8 +160,10 @@ class QuorumSteps:
         self.waited = 0.0
         self.trained = [0] * len(fragments)  # training steps of this rank since its last average of each
         self.made = 0  # boundaries since the last; in an elastic job, counted so that all are due together
+        self.agreed = [0] * len(fragments)  # averaging steps of each until this rank's agreement
         self.next = 1 % len(fragments)  # of the leader: the fragment of the next averaging step, as elsewhere
         self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
+        self.theirs: dict[int, list[int]] = {}  # of the leader: `agreed` of those who have
         self.there = [True] * n  # who has not ended its training
         if groups.sample_weight is not None:
             groups.sample_weight.divide(len(fragments))
@@ -101,7 +173,8 @@ class QuorumSteps:
         self.last = time.perf_counter()
         senders = range(1, n) if self.rank == 0 else [0]
         tag = _TO_LEADER if self.rank == 0 else _FROM_LEADER
-        self.inboxes = {j: _Inbox(groups, j, tag) for j in senders}
+        self.words = 3 + max(n, len(fragments))
+        self.inboxes = {j: _Inbox(groups, j, tag, self.words) for j in senders}
 
     # Boundaries.
 
@@ -151,13 +224,15 @@ class QuorumSteps:
             return False
 
         self._until(is_enough)
-        members = [0, *(j for j in there if self.here[j])]
-        flags = [int(j in members) for j in range(self.groups.size)]
+        flags = [0] * self.groups.size
+        for j in (0, *(j for j in there if self.here[j])):
+            behind = j and self.theirs[j][self.next] != self.agreed[self.next]
+            flags[j] = _BEHIND if behind else _IN
         for j in there:
-            self._tell(j, [_DECISION, self.next, *flags])
+            self._tell(j, [_DECISION, self.next, self.agreed[self.next], *flags])
         self.here = [False] * self.groups.size
-        self._average(members, self.next)
-        if len(members) > 1:
+        self._average(flags, self.next, self.agreed[self.next])
+        if any(flags[1:]):
             self.next = (self.next + 1) % len(self.fragments)
         self.last = time.perf_counter()
 
@@ -166,7 +241,7 @@ class QuorumSteps:
         before, since = self.steps_done, time.perf_counter()
         if not self.here[self.rank]:
             self.here[self.rank] = True
-            self._tell(0, [_HERE])
+            self._tell(0, [_HERE, 0, 0, *self.agreed])
 
         def is_decided() -> bool:
             self._listen()
@@ -200,9 +275,9 @@ class QuorumSteps:
         before = self.steps_done
         for j, inbox in self.inboxes.items():
             while (found := inbox.take()) is not None:
-                kind, fragment, flags = found[0], found[1], found[2:]
+                kind, fragment, number, flags = found[0], found[1], found[2], found[3:]
                 if kind == _HERE:
-                    self.here[j] = True
+                    self.here[j], self.theirs[j] = True, flags
                 elif kind == _LEAVES:
                     self.there[j] = self.here[j] = False
                     if (
@@ -215,7 +290,7 @@ class QuorumSteps:
                     self.there[0] = self.here[self.rank] = False
                 elif kind == _DECISION and flags[self.rank]:
                     self.here[self.rank] = False
-                    self._average([k for k, member in enumerate(flags) if member], fragment)
+                    self._average(flags[: self.groups.size], fragment, number)
                 elif kind == _DECISION:
                     self.late = True
                 elif kind == _FLUSH:
@@ -223,7 +298,7 @@ class QuorumSteps:
         return self.steps_done > before
 
     def _tell(self, j: int, words: Sequence[int]) -> None:
-        message = torch.zeros(2 + self.groups.size, dtype=torch.int32, device="cpu")
+        message = torch.zeros(self.words, dtype=torch.int32, device="cpu")
         message[: len(words)] = torch.tensor(words, dtype=torch.int32, device="cpu")
         group = self.groups.main
         tag = _FROM_LEADER if self.rank == 0 else _TO_LEADER
@@ -232,23 +307,55 @@ class QuorumSteps:
     # One average.
 
     @torch.no_grad()
-    def _average(self, members: Sequence[int], fragment: int) -> None:
-        """The weighted mean of a fragment of all members: each sums a shard, and sends it to all."""
-        n = self.steps_done
+    def _average(self, flags: Sequence[int], fragment: int, number: int) -> None:
+        """The weighted mean of a fragment of all members: each sums a shard, and sends it to all.
+
+        Args:
+            flags: How each rank takes part.
+            fragment: Of the weights.
+            number: The averaging steps of this fragment before.
+        """
+        n, members = self.steps_done, [j for j, how in enumerate(flags) if how]
         span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
         weights, mine = self.fragments[fragment], float(self.trained[fragment])
         if len(members) > 1:  # what a rank trains alone counts in its next average
             self.trained[fragment] = self.made = 0
+            self.agreed[fragment] = number + 1
             if self.groups.sample_weight is not None:
                 pending = self.groups.sample_weight.pending
                 mine, pending[fragment] = pending[fragment], 0.0
             weights.take()
-            weights.out.copy_(weights.inp)
+            weights.contribute()
+            catching_up = self._catch_up(weights.agreement(), flags)
             self._exchange(weights.out, members, mine)
+            catching_up()
+            weights.conclude()
             weights.apply(moved=False)
         self.late = False
         self.steps_done += 1
         spans.end(span)
+
+    def _catch_up(self, agreement: Sequence[torch.Tensor], flags: Sequence[int]) -> Callable[[], None]:
+        """Begins to give the agreement to the members that are behind, each from another of those that are
+        not; returns what waits for it."""
+        having = [j for j, how in enumerate(flags) if how == _IN]
+        behind = [j for j, how in enumerate(flags) if how == _BEHIND]
+        received: list[tuple[torch.Tensor, torch.Tensor]] = []
+        works: list[Any] = []
+        for i, j in enumerate(behind):
+            source = having[i % len(having)]
+            if source == self.rank:
+                works += [self._send(t.cpu(), j, _AGREEMENT) for t in agreement]
+            elif j == self.rank:
+                received = [(t, torch.empty_like(t, device="cpu")) for t in agreement]
+                works += [self._receive(into, source, _AGREEMENT) for _, into in received]
+
+        def wait() -> None:
+            self._wait(works)
+            for t, came in received:
+                t.copy_(came)
+
+        return wait
 
     def _exchange(self, values: torch.Tensor, members: Sequence[int], mine: float) -> None:
         shards = list(values.tensor_split(len(members)))
@@ -343,11 +450,33 @@ class QuorumSteps:
         """Receives the last messages; all ranks call it when :meth:`finish_pending` has returned True on all.
         Averaging steps may follow."""
         self._flush()
+        self._agree()
         self.flushed_by.clear()
         self.leaves = self.late = False
         self.there, self.here = [True] * self.groups.size, [False] * self.groups.size
         for inbox in self.inboxes.values():
             inbox.listen()
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        """Those that are behind get the others' agreement, and keep what they have trained since their own.
+        A mean of all weights has what the others did meanwhile, which their next average would count too."""
+        control, all_agreed = self.groups.control, tell_all(self.agreed, self.groups.control)
+        for f, weights in enumerate(self.fragments):
+            newest = max(each[f] for each in all_agreed)
+            source = next(j for j, each in enumerate(all_agreed) if each[f] == newest)
+            agreement = weights.agreement()
+            if not agreement or all(each[f] == newest for each in all_agreed):
+                continue
+            if behind := self.agreed[f] != newest:
+                weights.take()
+                weights.contribute()
+            for t in agreement:
+                collectives.broadcast(t, control.ranks[source], control)
+            if behind:
+                weights.rejoin()
+                weights.apply(moved=False)
+                self.agreed[f] = newest
 
     def _flush(self) -> None:
         """Exchanges the last message with the leader, so that none is under way."""
@@ -378,6 +507,8 @@ class QuorumSteps:
         # Of one fragment, as earlier versions wrote it. Where that differs from the steps trained, in elastic
         # jobs, when the ranks are due is what they must have alike.
         state = {**kept, "rounds": self.steps_done, "trained": self.made}
+        if any(outer := [each.state() for each in self.fragments]):
+            state["exchanges"] = outer
         return state if len(self.fragments) == 1 else {**state, "each": list(self.trained), "next": self.next}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -385,5 +516,7 @@ class QuorumSteps:
         self.steps_done, self.made = state["rounds"], state["trained"]
         self.trained = list(state.get("each", [max(self.made, 0)]))
         self.next = state.get("next", self.next)
+        for each, theirs in zip(self.fragments, state.get("exchanges", ()), strict=False):
+            each.load(theirs)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.load(state["weight"])

@@ -25,7 +25,7 @@ from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
 from trigram.mixing.outer_gossip import OuterGossip
-from trigram.mixing.quorum import QuorumSteps
+from trigram.mixing.quorum import MeanOfWeights, QuorumSteps, Rule
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.training.fragments import Fragment, divide
@@ -176,12 +176,12 @@ def _schedule(
         return AsyncGossip(snapshots, groups, graph, codec, options.staleness, options.script)
     if options.quorum is not None:
         assert algorithm.every is not None
-        several = []
+        outer = Outer(options.outer_lr, options.outer_momentum)
+        several: list[Rule] = []
         for part in divide(weights, options.fragments, algorithm.every, pieces):
-            one = AveragingStep([p for same in part for p in same], groups, torch.float32)
-            one.exact = all(same[0].dtype != torch.float64 for same in part)
-            one.heals = groups.sample_weight is not None
-            several.append(one)
+            flat = [p for same in part for p in same]
+            mean = outer == Outer()
+            several.append(MeanOfWeights(flat, groups) if mean else Differences(flat, groups, outer))
         return QuorumSteps(several, groups, algorithm.every, options.quorum, options.grace)
     parts = divide(weights, options.fragments, algorithm.every, pieces)
     fragments = [_steps(part, groups, algorithm) for part in parts]

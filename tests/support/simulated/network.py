@@ -555,7 +555,8 @@ class Work(_Waits):
 
 def _reduced(given: list[bytes], dtype: torch.dtype, op: str) -> bytes:
     rows = torch.stack([torch.frombuffer(bytearray(each), dtype=dtype) for each in given])
-    reduced = {"sum": lambda: rows.sum(0), "max": lambda: rows.amax(0), "avg": lambda: rows.mean(0)}[op]()
+    ops = {"sum": rows.sum, "max": rows.amax, "min": rows.amin, "avg": rows.mean}
+    reduced = ops[op](0)
     return reduced.to(dtype).numpy().tobytes()
 
 

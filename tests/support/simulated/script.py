@@ -108,6 +108,7 @@ class Run:
         spares: So many of the first ranks, the last of them, are spares.
         replica_size: How many ranks make up a replica.
         algorithm, options: Of ``with_bagua``.
+        sparse: The model's gradient is sparse.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Run:
         spares: int = 0,
         replica_size: int = 1,
         algorithm: str = "gradient_allreduce",
+        sparse: bool = False,
         **options: Any,
     ) -> None:
+        self.sparse = sparse
         self.spares, self.replica_size = spares, replica_size
         self.algorithm, self.options = algorithm, options
         self.scheduler = Scheduler(seed)
@@ -223,8 +226,7 @@ class Run:
             here.world.elastic = start.member(everyone[self.ranks - self.spares :])
         for kind in job._PARTS:
             here.part(kind).begin()
-        model, target = nn.Linear(1, 1, bias=False).double(), torch.zeros(1, dtype=torch.float64)
-        nn.init.ones_(model.weight)
+        model, target = _Weight(self.sparse), torch.zeros(1, dtype=torch.float64)
         optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
         trigram.with_bagua(
             model, self.algorithm, optimizer=optimizer, elastic=[counted := _Counter()], **self.options
@@ -236,7 +238,7 @@ class Run:
             self.scheduler.sleep(self.scheduler.choices.choice(_COMPUTES))
             if self.gathers:
                 mine.answers[counted.steps] = tuple(trigram.elastic_all_gather(rank))
-            loss = model(target).sum()
+            loss = model(target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -244,6 +246,19 @@ class Run:
             assert counted.steps not in mine.steps, f"step {counted.steps} twice"
             row = [r for r in current()[1].counted or () if r % self.replica_size == mine.place]
             mine.steps[counted.steps] = model.weight.item(), tuple(row)
+
+
+class _Weight(nn.Module):
+    """A weight, whose gradient is what it is called with."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.one = nn.Embedding(1, 1, sparse=sparse).double()
+        nn.init.ones_(self.one.weight)
+        self.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(torch.zeros(1, dtype=torch.int64)) * x).sum()
 
 
 class _Counter:

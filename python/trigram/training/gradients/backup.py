@@ -31,13 +31,17 @@ class GradientBackup:
             at = int(start - bucket.memory.storage_offset())
             self.gradients[i] = None if params[i].grad is None else coalesced.view_like(kept, at, view)
 
+    def keep_sparse(self, param: torch.Tensor, i: int) -> None:
+        """Keeps a sparse gradient before it is averaged: the average is another tensor."""
+        self.gradients[i] = param.grad
+
     def restore(self, params: Sequence[torch.Tensor]) -> None:
         """Restores the gradients that the parameters had before their buckets were sent, and drops the
         backup."""
         kept, self.gradients = self.gradients, {}
         for i, backup in kept.items():
             grad = params[i].grad
-            if backup is None:
-                params[i].grad = None
+            if backup is None or backup.is_sparse:
+                params[i].grad = backup
             elif grad is not None:
                 grad.copy_(backup)

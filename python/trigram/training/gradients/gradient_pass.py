@@ -236,7 +236,7 @@ class GradientPass:
         if weight is not None and not elastic.is_idle:
             found.append(filters.Silent(weight))
         if groups.non_finite_check is not None:
-            elsewhere = [hooks.params[i] for i in hooks.sparse]
+            elsewhere = [] if self._is_silent else [hooks.params[i] for i in hooks.sparse]
             found.append(filters.Finite(groups.non_finite_check, elsewhere, weight, elastic.is_idle))
         # Averages that are repeated begin here, from what the backup has: all that follows is made again.
         self._kept_after = len(found)
@@ -381,8 +381,22 @@ class GradientPass:
             if not hooks.updates.moves_parameters:
                 bucket.give_strides(hooks.params)
         for i in hooks.sparse:
-            name = hooks.parameters.names[i]
-            sparse.average(hooks.params[i], name, self.groups.control, self.groups.sample_weight)
+            self._average_sparse(hooks.params[i], i)
+
+    def _average_sparse(self, param: torch.Tensor, i: int) -> None:
+        """What filters do for buckets, for a gradient in none."""
+        groups, elastic = self.groups, self.hooks.elastic
+        if elastic.can_redo:
+            self.hooks.backup.keep_sparse(param, i)
+        weight = groups.sample_weight
+        counted = groups.size - (len(elastic.silent) if weight is None else 0)
+        name = self.hooks.parameters.names[i]
+        sparse.average(param, name, groups.control, weight, counted, self._is_silent)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether this rank contributes nothing to the pass."""
+        return self.hooks.elastic.newcomer or self.hooks.elastic.is_idle
 
     def end(self) -> None:
         """The pass is over on all ranks, and counts."""

@@ -216,6 +216,55 @@ def test_a_replica_joins_again(kind: str) -> None:
     close(results[0]["weights"], _reference(replicas, kind), 1e-9)
 
 
+def _mean_gradients(trained: Sequence[Sequence[int]], kind: str) -> torch.Tensor:
+    """The weights after steps with the mean of these replicas' gradients, in one process."""
+    net = model()
+    opt = _optimizer(net, kind)
+    for step, replicas in enumerate(trained):
+        opt.zero_grad()
+        ranks = [r for number in replicas for r in range(SIZE * number, SIZE * number + SIZE)]
+        torch.stack([loss_of(net, step, r) for r in ranks]).mean().backward()
+        opt.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_gradients_of_shards(where: str) -> None:
+    """FSDP2 inside of replicas and the mean of gradients between them: a step is repeated without the replica
+    that was lost in it."""
+    steps = 8
+    results = run(6, _trains, steps, {3: 4}, "gradient_allreduce", {}, where, dies=[3])
+    assert results[3] == Died(-signal.SIGKILL)
+    assert "error" in results[2], results[2]
+    replicas = [(0, 1, 2)] * 4 + [(0, 2)] * 4
+    for r in (0, 1, 4, 5):
+        assert results[r]["history"] == [tuple(SIZE * n + r % SIZE for n in numbers) for numbers in replicas]
+        assert torch.equal(results[r]["weights"], results[0]["weights"]), f"rank {r}"
+    close(results[0]["weights"], _mean_gradients(replicas, "sgd"), 1e-9)
+
+
+@pytest.mark.parametrize("kind, algorithm", [("sgd", "gradient_allreduce"), ("adamw", "bytegrad")])
+def test_a_replica_joins_where_gradients_of_shards_are_averaged(kind: str, algorithm: str) -> None:
+    """It contributes nothing to its first step, and has the weights and the optimizer's state after it."""
+    steps, options = 60, {"warmup_steps": 0} if algorithm == "bytegrad" else {}
+    with Ranks(6, _trains, steps, {3: 4}, algorithm, options, "before", 0, None, kind, 0.03) as ranks:
+        ranks.await_said(0, ("did", 6), 60)
+        arguments = steps, None, algorithm, options, "before", 1, None, kind, 0.03
+        come(ranks, 3, *arguments, run=_trains)
+        come(ranks, 2, *arguments, run=_trains)
+        results = ranks.results(90)
+    for r in range(6):
+        assert torch.equal(results[r]["weights"], results[0]["weights"]), f"rank {r}"
+        assert torch.equal(results[r]["ema"], results[0]["ema"]), f"rank {r}"
+    replicas = [tuple(r // SIZE for r in row) for row in results[0]["history"]]
+    joined = results[2]["first"]
+    assert joined == results[3]["first"] and replicas[joined - 1] == (0, 2), replicas
+    assert replicas[joined:] == [(0, 1, 2)] * (steps - joined), replicas
+    if algorithm == "gradient_allreduce":
+        replicas[joined] = (0, 2)
+        close(results[0]["weights"], _mean_gradients(replicas, kind), 1e-9)
+
+
 class Summed(torch.autograd.Function):
     """The sum of what the ranks of a replica have, whose gradient all of them have."""
 

@@ -287,7 +287,7 @@ BESIDE = {
         "tests/elastic/test_spares.py",
     ),
     "replicas of several ranks, `trigram.init(elastic=True, replica_size=8)`": (
-        "with `local_shards`, what averages weights and is not asynchronous; without, what goes with "
+        "with `local_shards`, what is not asynchronous; without, what goes with "
         "`elastic=True` and is not asynchronous",
         "tests/elastic/test_replicas.py",
     ),
@@ -300,8 +300,8 @@ BESIDE = {
         "tests/integrations/test_fsdp.py",
     ),
     "FSDP2 inside, an algorithm between replicas": (
-        "algorithms that average weights, with `trigram.local_shards`",
-        "tests/backend/test_with_bagua.py",
+        "all algorithms, with `trigram.local_shards`",
+        "tests/backend/test_shards_gradients.py",
     ),
     "a sharded optimizer inside, an algorithm between replicas": (
         "algorithms that average weights, with `trigram.local_shards`",

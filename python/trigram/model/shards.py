@@ -1,4 +1,4 @@
-"""The parts of a model's weights that this rank holds, as a module of plain parameters."""
+"""The parts of a model that this rank holds, as a module of plain parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trigram.algorithms.trigram import Algorithm
 from trigram.elastic.membership import current
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.model.shard_passes import ShardPasses, gather_again
 from trigram.model.wrapped import wrapped_models
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.sharded.updates import ShardedUpdates
@@ -18,14 +20,16 @@ from trigram.training.sharded.updates import ShardedUpdates
 class LocalShards(nn.Module):
     """The shards that this rank holds; its parameters and buffers share the memory of the model's.
 
-    It has no forward pass: the model is trained as it is, and :func:`trigram.step` is called with the shards
-    after each update.
+    It has no forward pass: the model is trained as it is. Where weights are averaged :func:`trigram.step` is
+    called with the shards after each update; gradients are averaged when the model's backward pass ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.shards = nn.ParameterList()
         self._model = weakref.ref(model)
+        self._passes: ShardPasses | None = None
+        self._pairs: list[tuple[Any, nn.Parameter]] = []
         wrapped = wrapped_models.get(model)
         hooks = wrapped.hooks if wrapped is not None and not wrapped.stale else None
         updates = hooks.updates if isinstance(hooks, GradientSync) else None
@@ -41,6 +45,7 @@ class LocalShards(nn.Module):
             local: Any = getattr(p, "_local_tensor", None)
             local = p.detach() if local is None else local.detach()
             self.shards.append(nn.Parameter(local, requires_grad=p.requires_grad))
+            self._pairs.append((p, self.shards[-1]))
         for i, b in enumerate(model.buffers()):  # replicas begin with the same, and so does one that joins
             self.register_buffer(f"buffer{i}", getattr(b, "_local_tensor", b))
 
@@ -50,20 +55,25 @@ class LocalShards(nn.Module):
 
 
 def local_shards(model: nn.Module) -> LocalShards:
-    """The shards of a model's parameters on this rank, to average them between replicas.
+    """The shards of a model's parameters on this rank, to average them or their gradients between replicas.
 
     In hybrid sharding (HSDP), the rows of a mesh shard the model with ``fully_shard``, and each row trains a
-    replica. An algorithm that averages weights then works between the ranks that hold the same shard::
+    replica. An algorithm then works between the ranks that hold the same shard::
 
         fully_shard(model, mesh=mesh["shard"])
         shards = trigram.with_bagua(trigram.local_shards(model), "diloco", group=mesh["replicate"])
         ...
         optimizer.step()
-        trigram.step(shards)      # after each update
+        trigram.step(shards)      # after each update, where weights are averaged
 
-    The same works with a model that ``with_bagua(model, "sharded", optimizer=..., group=...)`` trains in each
-    row: the shards are this rank's parts of the weights, and its optimizer's state and the algorithm's are
-    those of the parts. The row has all weights again when ``trigram.step(shards)`` returns.
+    Averages of gradients (``"bytegrad"``) are made when the backward pass of the model ends; all passes of an
+    update but the last are under ``trigram.no_sync(shards)``. In elastic jobs algorithms may not be
+    asynchronous.
+
+    Algorithms that average weights also work with a model that ``with_bagua(model, "sharded", optimizer=...,
+    group=...)`` trains in each row: the shards are this rank's parts of the weights, and its optimizer's
+    state and the algorithm's are those of the parts. The row has all weights again when
+    ``trigram.step(shards)`` returns.
 
     Args:
         model: A module with DTensor parameters, such as one of ``fully_shard``; one that ``with_bagua`` has
@@ -78,10 +88,41 @@ def local_shards(model: nn.Module) -> LocalShards:
     return LocalShards(model)
 
 
-def follow(model: nn.Module) -> None:
-    """In an elastic job: ranks come and go where the model that ``model`` has the shards of begins a step."""
+_kept: weakref.WeakKeyDictionary[nn.Module, LocalShards] = weakref.WeakKeyDictionary()
+"""By model, its shards while an algorithm has them: where gradients are averaged a script need not keep
+them, and nothing would average if they went."""
+
+
+def check_shards(model: nn.Module, chosen: Algorithm) -> None:
+    """Raises an ``UnsupportedError`` if the model are shards, and the algorithm is not for these."""
+    if not isinstance(model, LocalShards):
+        return
+    options = chosen.options
+    if options.sharded or options.fused:
+        what = "state='sharded'" if options.sharded else "fused=True"
+        raise UnsupportedError(
+            f"{chosen.name}: {what} with local_shards: the "
+            "optimizer updates the model that the shards are of; remove the option"
+        )
+    if model._sharded is not None and (chosen.gradients or options.warmup_steps):
+        raise UnsupportedError(
+            f"{chosen.name}: with local_shards of a model that with_bagua has sharded: its gradients are "
+            "averaged inside of each replica only; choose an algorithm that averages weights (local_sgd, "
+            "diloco, decentralized), without warmup_steps="
+        )
+
+
+def follow(model: nn.Module, elastic: bool) -> None:
+    """After ``with_bagua``: shards follow the passes of the model that they are of, and in an elastic job
+    ranks come and go where it begins a step."""
     whole = model._model() if isinstance(model, LocalShards) else None
-    if whole is None:
+    if whole is None or not isinstance(model, LocalShards):
+        return
+    _kept[whole] = model
+    if model._passes is not None:
+        model._passes.close()
+    model._passes = None if model._sharded is not None else ShardPasses(model, whole, model._pairs)
+    if not elastic:
         return
     shards = weakref.ref(model)
 
@@ -90,23 +131,14 @@ def follow(model: nn.Module) -> None:
         wrapped = None if mine is None else wrapped_models.get(mine)
         if wrapped is None or wrapped.stale or wrapped.hooks is None:
             handle.remove()
-        else:
+        elif mine is not None and not isinstance(wrapped.hooks, GradientSync):  # else a pass does
             before = current()[1].epoch
             wrapped.hooks.between_steps()
             if current()[1].epoch != before:
-                _gather_again(mine)
+                gather_again(mine._model())
 
     # Before the hook of FSDP, which gathers the shards.
     handle = whole.register_forward_pre_hook(begins, prepend=True)
-
-
-def _gather_again(model: nn.Module | None) -> None:
-    """The shards have changed: FSDP gathers what it has kept since a forward pass without backward."""
-    whole = model._model() if isinstance(model, LocalShards) else None
-    for module in whole.modules() if whole is not None else ():
-        reshard: Any = getattr(module, "reshard", None)  # of an FSDPModule
-        if reshard is not None:
-            reshard()
 
 
 def collect(model: nn.Module) -> None:
@@ -116,8 +148,10 @@ def collect(model: nn.Module) -> None:
     Raises:
         MisuseError: The model that the shards belong to is no longer sharded.
     """
-    _gather_again(model)
-    if not isinstance(model, LocalShards) or model._sharded is None:
+    if not isinstance(model, LocalShards):
+        return
+    gather_again(model._model())
+    if model._sharded is None:
         return
     if (sharded := _lender(model)) is None:
         raise MisuseError(
@@ -130,6 +164,8 @@ def collect(model: nn.Module) -> None:
 def give_back(model: nn.Module) -> None:
     """After the last average of ``model``: as :func:`collect`, unless the shards' model is sharded no more.
     From now on it collects its weights itself."""
+    if isinstance(model, LocalShards) and (whole := model._model()) is not None:
+        _kept.pop(whole, None)
     if (sharded := _lender(model)) is not None:
         sharded.collect()
         sharded.lent.active = False

@@ -17,7 +17,7 @@ from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
 from trigram.model.request import Request, check_copies, check_elastic, request
-from trigram.model.shards import collect, follow, give_back
+from trigram.model.shards import check_shards, collect, follow, give_back
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
 from trigram.runtime.group import Group
@@ -130,6 +130,7 @@ def with_bagua(
             "trigram.unwrap before it is wrapped again"
         )
     asked.check(model)
+    check_shards(model, asked.algorithm)
     if (earlier := wrapped_models.get(model)) is not None:
         remove(earlier)  # of a job that has ended
     ranks = asked.ranks()
@@ -155,8 +156,7 @@ def _wrap(model: nn.Module, asked: Request, ranks: Group) -> None:
     methods.add(model)
     if asked.measured is not None and ranks.size > 1:
         measuring.Watch(model, ranks, asked.measured, planned.conclude)
-    if elastic:
-        follow(model)
+    follow(model, elastic)
     collect(model)
 
 
@@ -252,6 +252,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         )
     chosen = find(algorithm, options)
     check(chosen, optimizer, model)
+    check_shards(model, chosen)
     kept = chosen.options, wrapped.algorithm.options
     if wrapped.states is not None and any(of.sharded or of.fused for of in kept):
         raise UnsupportedError(

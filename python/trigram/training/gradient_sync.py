@@ -419,13 +419,18 @@ class GradientSync(StepHooks):
 
     def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """Ends the warm-up when optimizers have updated all parameters that have gradients."""
-        self.warmup_end.updated(mine)
+        self.has_updated(mine)
         if self.updating:
             return
-        self.since_update = 0
-        self.local.updated(self.params, mine)
         if self.steps > 1 and self.warmup_end.covers(self.params):  # after one step not all are known
             self.end_warmup()
+
+    def has_updated(self, mine: set[int]) -> None:
+        """Optimizers have updated the parameters with these ``id()``; ends no warm-up."""
+        self.warmup_end.updated(mine)
+        if not self.updating:
+            self.since_update = 0
+            self.local.updated(self.params, mine)
 
     def end_warmup(self, trains: bool = True) -> PassMethod | None:
         """See :class:`StepHooks`. In an elastic job all ranks end it together, at the same place. What is

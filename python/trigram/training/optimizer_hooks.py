@@ -27,15 +27,11 @@ from trigram.runtime.weak import copied
 
 
 class Watched(Protocol):
-    """The parameters of a model.
+    """The parameters of a model."""
 
-    Attributes:
-        index: By ``id()``, their places in the model.
-        ids: ``id()`` of each that trains.
-    """
-
-    index: dict[int, int]
-    ids: set[int]
+    @property
+    def ids(self) -> set[int]:
+        """``id()`` of each that trains."""
 
 
 class Updated(Protocol):
@@ -43,16 +39,20 @@ class Updated(Protocol):
 
     Attributes:
         model: A weak reference to the model.
-        updating: The optimizers whose ``step`` is running, outermost first.
-        times: Where the model's steps go.
         waits_for_closure: A closure given to ``step`` is called first, and then :meth:`before_update`: the
             closure may have gradients of this rank completed by a backward pass.
     """
 
     model: weakref.ref[torch.nn.Module]
-    updating: list[weakref.ref[Optimizer]]
-    times: steps.StepTimes
     waits_for_closure: bool
+
+    @property
+    def updating(self) -> list[weakref.ref[Optimizer]]:
+        """The optimizers whose ``step`` is running, outermost first."""
+
+    @property
+    def times(self) -> steps.StepTimes:
+        """Where the model's steps go."""
 
     @property
     def parameters(self) -> Watched:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +32,16 @@ from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 
 
+class Indexed(optimizer_hooks.Watched, Protocol):
+    """The parameters of a model.
+
+    Attributes:
+        index: By ``id()``, their places in the model.
+    """
+
+    index: dict[int, int]
+
+
 class PassMethod(optimizer_hooks.Updated, Protocol):
     """Who is told of passes: the algorithm of a model.
 
@@ -47,6 +57,10 @@ class PassMethod(optimizer_hooks.Updated, Protocol):
     sync: bool
     join: Any
     pipeline: _core.Pipeline
+
+    @property
+    def parameters(self) -> Indexed:
+        """The model's parameters."""
 
     @property
     def passes(self) -> Passes:
@@ -173,6 +187,8 @@ class Passes:
         active: Whether one is under way, or has raised an exception.
         prepared: Whether the next one has been prepared.
         handles: What removes the hooks.
+        late: What makes the pass when autograd is done, where others write the gradients in its callbacks;
+            None: its nodes tell.
     """
 
     def __init__(self, method: PassMethod) -> None:
@@ -180,6 +196,7 @@ class Passes:
         self.made_in = job.here().stay
         self.active = self.prepared = False
         self.handles: list[Any] = []
+        self.late: Callable[[], None] | None = None
         self._told = _Told(self)
         self._nodes: dict[int, Any] = {}  # by `id()` of a parameter, where autograd adds its gradient
         self._dropped: weakref.finalize[..., Passes] | None = None
@@ -201,8 +218,8 @@ class Passes:
         """Installs the hooks on the model and its parameters."""
         self.unhook()
         self.handles = [
-            model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
-            model.register_forward_hook(WeakHook(self, "_after_forward"), always_call=True),
+            model.register_forward_pre_hook(WeakHook(self, "before_forward")),
+            model.register_forward_hook(WeakHook(self, "after_forward"), always_call=True),
         ]
         self.watch_parameters()
         self._dropped = weakref.finalize(self, _DroppedModel.watch, params, names, self.made_in)
@@ -228,7 +245,8 @@ class Passes:
             self._dropped.detach()
 
     @dynamo.disable
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
+    def before_forward(self, model: nn.Module, args: Any) -> None:
+        """The forward pass of the root module begins."""
         method = self.method
         self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
         if not torch.is_grad_enabled() or inside_backward() or _is_traced():
@@ -240,7 +258,7 @@ class Passes:
         self._abort_others()
         optimizer_hooks.forget_failed(method)
         if not method.updating and (following := method.end_warmup(model.training)) is not None:
-            following.passes._before_forward(model, args)
+            following.passes.before_forward(model, args)
             return
         if not method.updating:
             self.watch_parameters()
@@ -264,7 +282,8 @@ class Passes:
             method.times.enter(before)
 
     @dynamo.disable
-    def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+    def after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        """It has ended, or raised an exception."""
         method = self.method
         if method.times.phase == steps.FORWARD:
             method.times.enter(steps.OTHER)
@@ -296,11 +315,26 @@ class Passes:
     @torch.no_grad()
     def _backward_ends(self, task: int) -> None:
         method = self.method
-        if self._outermost is not None and self._outermost.number == task:
+        outermost = self._outermost is not None and self._outermost.number == task
+        if outermost and self.late is not None:
+            # After the callbacks of others. If one of them raises, that this has not been called tells it.
+            last = WeakHook(self, "_late_ends")
+            torch.autograd.Variable._execution_engine.queue_callback(last)
+            self._outermost = _Backward(task, weakref.ref(last))
+            return
+        if outermost:
             self._outermost = None
         if self.active and self._backward is not None and self._backward.number == task:
             self.end()
         if method.times.phase == steps.BACKWARD and self._outermost is None:
+            method.times.enter(steps.OTHER)
+
+    def _late_ends(self) -> None:
+        method = self.method
+        self._outermost = None
+        if self.late is not None:
+            self.late()
+        if method.times.phase == steps.BACKWARD:
             method.times.enter(steps.OTHER)
 
     def _on_gradient(self, param: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.support import netns, patience
 from tests.support.checks import says
 from tests.support.elastic_script import dies_once
 from tests.support.harness import until
+from trigram.cli import remote
+from trigram.runtime.end_signals import EndSignals
 
 pytestmark = pytest.mark.waits
 
@@ -84,6 +87,17 @@ def test_a_rank_that_fails_ends_those_of_other_hosts(several_hosts: None, tmp_pa
     _, err = process.communicate(timeout=patience.seconds(60))
     assert process.returncode == 1 and time.monotonic() - began < patience.seconds(50)
     says(err, "[3] no luck", "rank 3 failed with exit code 1", f"the ranks of {netns.name(1)} have failed")
+
+
+def test_who_ended_for_the_others_has_not_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It may end first: the host whose ranks have failed prints their output, and ends the others of it."""
+    scripts = ["exit 113", "sleep 1; exit 3"]
+    ended = [subprocess.Popen(["sh", "-c", script]) for script in scripts]
+    on = [remote.Host(name, name) for name in ("follows", "fails")]
+    with ExitStack() as stack:
+        assert remote._watch(on, ended, EndSignals(stack), False) == 3
+    told = capfd.readouterr().err
+    assert "the ranks of fails have failed (exit code 3)" in told and "follows" not in told
 
 
 def test_a_job_goes_on_without_a_host(several_hosts: None, tmp_path: Path) -> None:

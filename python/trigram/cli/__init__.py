@@ -213,7 +213,7 @@ def run_command(
             part=of,
             elsewhere=elsewhere,
         )
-    raise typer.Exit(done.code)
+    raise typer.Exit(launch.FOLLOWED if obey and done.followed else done.code)
 
 
 def _check_least(least: int | None, ranks: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from trigram.errors import ConfigError
 from trigram.runtime.end_signals import EndSignals
-from trigram.runtime.launch import END_SECONDS, POLL_SECONDS, end, wait
+from trigram.runtime.launch import END_SECONDS, FOLLOWED, POLL_SECONDS, end, wait
 from trigram.runtime.rank_output import RankOutput
 
 PASSED = ("TRIGRAM_", "NCCL_", "OMP_", "TORCH_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
@@ -153,15 +153,17 @@ def _watch(
     on: Sequence[Host], processes: Sequence[subprocess.Popen[bytes]], signals: EndSignals, goes_on: bool
 ) -> int:
     """Waits until all have ended, or one has failed: then the others end by themselves, as their ranks lose
-    those of that host, or are ended after a while. If the job ``goes_on``, they end when too few are left."""
+    those of that host, or are ended after a while. If the job ``goes_on``, they end when too few are left.
+    What has ended for the others' sake may end before them, and has not failed."""
     failed_at: float | None = None
     code = 0
     while True:
         codes = [process.poll() for process in processes]
         if failed_at is None and any(codes):
             failed_at = time.monotonic()
+        if not code and any(found not in (None, 0, FOLLOWED) for found in codes):
             for host, found in zip(on, codes, strict=True):  # the first of these is not known
-                if found:
+                if found and found != FOLLOWED:
                     code = code or found
                     state = f"exit code {found}" if found > 0 else f"signal {signal.Signals(-found).name}"
                     sys.stderr.write(f"trigram: the ranks of {host.name} have failed ({state})\n")
@@ -173,7 +175,7 @@ def _watch(
     if goes_on and 0 in codes:
         return 0
     first = next((found for found in (code, *codes) if found), 0)
-    return first if first >= 0 else 128 - first
+    return 1 if first == FOLLOWED else first if first >= 0 else 128 - first
 
 
 # On the other host.

@@ -125,7 +125,7 @@ def _restore(described: Any, data: torch.Tensor, at: int) -> tuple[Any, int]:
         (indices, values), at = _restore_all(inner[:2], data, at)
         shape, coalesced = inner[2:]
         return torch.sparse_coo_tensor(
-            indices, values, shape, is_coalesced=coalesced, check_invariants=True
+            indices, values, shape, is_coalesced=coalesced, check_invariants=True, device="cpu"
         ), at
     if kind == "dict":
         for pair in inner:

@@ -32,6 +32,9 @@ END_SECONDS = 10.0
 # A rank that was started again has this long after the others, which may have finished before it joined.
 LATE_SECONDS = 20.0
 TIMED_OUT = 124
+FOLLOWED = 113
+"""What `_watch`, and a part of a job that another machine has started, return when ranks were ended for what
+those of other machines have done."""
 
 
 class Elsewhere:
@@ -63,6 +66,7 @@ class Outcome(NamedTuple):
         codes: By rank, what its process returned before the others were ended; None: it ran.
         timed_out: The time was over.
         interrupted: By Ctrl-C.
+        followed: They were ended because others have failed elsewhere.
     """
 
     code: int
@@ -70,6 +74,7 @@ class Outcome(NamedTuple):
     codes: tuple[int | None, ...] = ()
     timed_out: bool = False
     interrupted: bool = False
+    followed: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,8 @@ def launch(
                     "trigram: the other ranks were ended; an elastic job goes on if started with --restarts, "
                     "which starts ranks again, or with --min\n"
                 )
-        return Outcome(code, reports, codes, timed_out=code == TIMED_OUT and not failed)
+        over, followed = (code == special and not failed for special in (TIMED_OUT, FOLLOWED))
+        return Outcome(1 if followed else code, reports, codes, timed_out=over, followed=followed)
 
 
 def trigram_command(argv: Sequence[str]) -> list[str]:
@@ -353,7 +359,7 @@ def _watch(
                 sys.stderr.write(f"trigram: rank {lowest + rank} {_how(code)}; the job goes on with {left}\n")
         if least is None and first is None and None in codes and elsewhere.has_failed():
             sys.stderr.write("trigram: ranks of another machine have failed; ending those here\n")
-            return 1, []
+            return FOLLOWED, []
         here = codes.count(None) + codes.count(0)
         left = here + elsewhere(here)
         if least is not None and first is None and None in codes and left < least:
@@ -361,7 +367,7 @@ def _watch(
             sys.stderr.write(
                 f"trigram: {left} {are} left on all machines, and --min is {least}; ending those here\n"
             )
-            return 1, []
+            return FOLLOWED, []
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
         if None not in codes or (first is not None and not (again and 0 in codes)):
             break

@@ -354,6 +354,7 @@ def a_state_between_fragments(rank: int, world: int) -> None:
     for _ in range(3):
         step()
     kept, state = [p.detach().clone() for p in module.parameters()], trigram.algorithm_state(model)
+    assert state["carrier"]["rounds"]["next"] == 0  # on all ranks: any of them may load it
     for _ in range(6):
         step()
     went_on = [p.detach().clone() for p in module.parameters()]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import trigram
 from tests.support import netns
 from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
-from tests.support.harness import Ranks
+from tests.support.harness import Ranks, run
 from tests.support.marks import long
 from trigram.elastic import knowledge
 from trigram.elastic.knowledge import Knowledge, quorum
@@ -118,3 +120,33 @@ def test_of_two_halves_one_goes_on(several_hosts: None, one: list[int], other: l
         else:
             assert done == -1
             says(text, "elastic", "cannot reach", f"{winners[0]}")
+
+
+def _weighs_less_later(rank: int, world: int, options: dict[str, Any]) -> list[float]:
+    """A weight after each of twelve steps; rank 0 weighs much until rank 2 dies in the sixth."""
+    trigram.init(elastic=True)
+    net = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.125 * (rank + 1))
+    found: list[float] = []
+    weight = lambda: 8.0 if rank == 0 and len(found) < 5 else 1.0  # noqa: E731
+    trigram.with_bagua(
+        net, "local_sgd", optimizer=optimizer, elastic=True, every=4, sample_weight=weight, **options
+    )
+    while len(found) < 12:
+        if len(found) == 5 and rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        net(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        found.append(net.weight.item())
+        time.sleep(1.0 if len(found) == 6 else 0.0)  # so that all have heard of it
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"quorum": 2}], ids=["all", "quorum"])
+def test_what_was_weighed_before_a_change_counts_no_more(options: dict[str, Any]) -> None:
+    """It is in the mean that all have taken."""
+    results = run(3, _weighs_less_later, options, dies=[2])
+    zero, one = results[:2]
+    at = next(step for step in range(7, 12) if zero[step] == one[step])
+    assert abs(zero[at] - (zero[at - 1] - 0.125 + one[at - 1] - 0.25) / 2) < 1e-6, (results, at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -311,22 +312,38 @@ class _Branches(torch.nn.Module):
         return out + self.two(inputs) if both else out
 
 
-def _only_the_spare(rank: int, world: int, algorithm: str, set_to_none: bool) -> torch.Tensor:
+def _only_the_spare(
+    rank: int, world: int, algorithm: str, set_to_none: bool, until: int, passes: int
+) -> torch.Tensor:
+    """All use the second layer in the first steps; the last of so many passes in a step averages."""
     trigram.init(elastic=True, spare=rank == 2)
     net = _Branches()
     opt = torch.optim.AdamW(net.parameters(), lr=0.01)  # moves what has a gradient of zeros
     net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True)
     for step in range(6):
         opt.zero_grad(set_to_none=set_to_none)
-        net(torch.ones(2, 4), step < 2 or rank == 2).sum().backward()
+        for number in range(passes):
+            with trigram.no_sync(net) if number < passes - 1 else contextlib.nullcontext():
+                net(torch.ones(2, 4), step < until or (rank == 2 and step > 3)).sum().backward()
         opt.step()
     return weights(net)
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "topk", "lossless", "sharded"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_what_only_a_spare_uses_stays_as_it_is(algorithm: str, set_to_none: bool) -> None:
-    first, *others = run(3, _only_the_spare, algorithm, set_to_none)
+@pytest.mark.parametrize(
+    "algorithm, until, passes",
+    [
+        ("topk", 2, 1),
+        ("lossless", 2, 1),
+        ("sharded", 2, 1),
+        ("sharded", 0, 2),
+        *[("gradient_allreduce", until, passes) for until in (0, 2) for passes in (1, 2)],
+    ],
+)
+def test_what_only_a_spare_uses_stays_as_it_is(
+    algorithm: str, until: int, passes: int, set_to_none: bool
+) -> None:
+    first, *others = run(3, _only_the_spare, algorithm, set_to_none, until, passes)
     for other in others:
         assert torch.equal(other, first)
 

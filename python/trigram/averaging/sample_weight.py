@@ -60,6 +60,10 @@ class SampleWeight:
         if len(self.pending) != fragments:
             self.pending = [self.pending[0]] * fragments
 
+    def begin_again(self) -> None:
+        """All ranks have the same weights now, whatever backward passes were before."""
+        self.pending = [0.0] * len(self.pending)
+
     def start_averaging(self, fragment: int = 0) -> None:
         """Starts an averaging step of a fragment. An invalid weight counts as 0 here; :meth:`factor` raises
         on all ranks."""

@@ -161,7 +161,7 @@ class QuorumSteps:
         self.trained = [0] * len(fragments)  # training steps of this rank since its last average of each
         self.made = 0  # boundaries since the last; in an elastic job, counted so that all are due together
         self.agreed = [0] * len(fragments)  # averaging steps of each until this rank's agreement
-        self.next = 1 % len(fragments)  # of the leader: the fragment of the next averaging step, as elsewhere
+        self.next = 1 % len(fragments)  # the fragment of the next averaging step, as elsewhere
         self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
         self.theirs: dict[int, list[int]] = {}  # of the leader: `agreed` of those who have
         self.there = [True] * n  # who has not ended its training
@@ -231,9 +231,9 @@ class QuorumSteps:
         for j in there:
             self._tell(j, [_DECISION, self.next, self.agreed[self.next], *flags])
         self.here = [False] * self.groups.size
-        self._average(flags, self.next, self.agreed[self.next])
-        if any(flags[1:]):
-            self.next = (self.next + 1) % len(self.fragments)
+        fragment = self.next
+        self._count(fragment, flags)
+        self._average(flags, fragment, self.agreed[fragment])
         self.last = time.perf_counter()
 
     def _follow(self) -> None:
@@ -288,14 +288,23 @@ class QuorumSteps:
                     self.here[self.rank] = self.there[self.rank] = False
                 elif kind == _ENDED:
                     self.there[0] = self.here[self.rank] = False
-                elif kind == _DECISION and flags[self.rank]:
-                    self.here[self.rank] = False
-                    self._average(flags[: self.groups.size], fragment, number)
                 elif kind == _DECISION:
-                    self.late = True
+                    flags = flags[: self.groups.size]
+                    self._count(fragment, flags)
+                    if flags[self.rank]:
+                        self.here[self.rank] = False
+                        self._average(flags, fragment, number)
+                    else:
+                        self.late = True
                 elif kind == _FLUSH:
                     self.flushed_by.add(j)
         return self.steps_done > before
+
+    def _count(self, fragment: int, flags: Sequence[int]) -> None:
+        """The leader has decided who averages this fragment: unless nobody else does, the next one follows.
+        All ranks count, because a state of any of them may be loaded."""
+        if any(flags[1:]):
+            self.next = (fragment + 1) % len(self.fragments)
 
     def _tell(self, j: int, words: Sequence[int]) -> None:
         message = torch.zeros(self.words, dtype=torch.int32, device="cpu")

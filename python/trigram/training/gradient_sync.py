@@ -61,7 +61,8 @@ class GradientSync(StepHooks):
         this_pass: The backward pass under way, or the last.
         probe: Told of gradients, while somebody looks.
         order: Builds the buckets.
-        earlier: By index, the gradients before this pass, on a rank that contributes nothing to it.
+        earlier: By index, the gradients before this pass that all have, on a rank that contributes nothing to
+            it; None: what the pass makes of it.
         at_boundary: Called once per pass when it is prepared, on all ranks; it may change the buckets.
     """
 

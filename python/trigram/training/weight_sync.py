@@ -300,6 +300,8 @@ class WeightSync(StepHooks):
         part.has_state()
         if hasattr(self, "schedule"):
             self.counters.keep(self.schedule)
+        if self.groups.sample_weight is not None and not self.tracker.due:
+            self.groups.sample_weight.begin_again()  # what is due has been trained, and is in no weights yet
         self._prepare()
         self.schedule.behind(self.boundaries.skip_until - self.tracker.last)
 

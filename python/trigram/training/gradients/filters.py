@@ -137,13 +137,16 @@ class Nothing(GradientFilter):
 
     Args:
         params: All parameters of the model.
-        grads: By index, the gradients before the pass; None: there was none.
+        earlier: By index, the gradients before the pass that all ranks have, as averages of earlier passes;
+            None: what the pass makes of it.
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor | None] = MappingProxyType({})
+        self,
+        params: Sequence[torch.Tensor],
+        earlier: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
     ) -> None:
-        self.params, self.grads = params, grads
+        self.params, self.earlier = params, earlier
 
     def before(self, bucket: GradientBucket) -> None:
         """It has no gradients."""
@@ -152,11 +155,17 @@ class Nothing(GradientFilter):
         mine.unused = list(range(len(mine.params)))
 
     def after(self, bucket: GradientBucket) -> None:
-        """What only this rank has used has no gradient: an optimizer would update it here, and nowhere else,
-        by its decay and momentum."""
+        """What only this rank has used has the gradient that others have, which is none as a rule: an
+        optimizer would update it here, and nowhere else, by its decay and momentum."""
         mine = cast(Bucket, bucket)
         for k in mine.by_nobody:
-            self.params[mine.params[k]].grad = self.grads.get(mine.params[k])
+            i = mine.params[k]
+            p, average = self.params[i], mine.views[k]
+            if i not in self.earlier or p.grad is None:
+                p.grad = None
+                continue
+            before = self.earlier[i]
+            p.grad.copy_(average if before is None else before)  # in place: it is no gradient of the script
 
 
 class Counted(GradientFilter):

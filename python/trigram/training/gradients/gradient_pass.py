@@ -157,7 +157,7 @@ class GradientPass:
         hooks.backup.clear()
         if not self.redoing:
             silent = hooks.elastic.newcomer or hooks.elastic.is_idle
-            hooks.earlier = self._before_pass(param) if silent else {}
+            hooks.earlier = self._earlier_averages(param) if silent else {}
         self.filters = self._ordered_filters()
         # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
         self._reaches = param is not None and not hooks.updates.fusing and not hooks.elastic.can_redo
@@ -172,12 +172,15 @@ class GradientPass:
         for passed in self.filters:
             passed.pass_begins()
 
-    def _before_pass(self, param: int | None) -> dict[int, torch.Tensor | None]:
-        """The gradients before this pass, which begins with that of ``param``."""
-        grads = {i: p.grad for i, p in enumerate(self.hooks.params) if i != param}
-        kept = {i: None if grad is None else grad.detach().clone() for i, grad in grads.items()}
-        if param is not None and any(grad is not None for grad in kept.values()):
-            kept[param] = torch.zeros_like(self.hooks.params[param])
+    def _earlier_averages(self, param: int | None) -> dict[int, torch.Tensor | None]:
+        """By index, the gradients before this pass that all ranks have; None: this rank has added its own to
+        one, as it has to ``param``, with which the pass begins."""
+        hooks, kept = self.hooks, {}
+        for p, view in self.buckets.placed():
+            i = hooks.parameters.index[id(p)]
+            if p.grad is not None and hooks.local.has_average(p.grad, i, view):
+                added = i == param or id(p) in hooks.local.accumulated
+                kept[i] = None if added else p.grad.detach().clone()
         return kept
 
     def _check_once(self, param: int | None) -> None:

@@ -79,8 +79,10 @@ class LocalGradients:
         grad = param.grad
         if grad is None or id(param) in self.accumulated | self._found or isinstance(grad, ShardedGradient):
             return False
-        if self._used.rewritten([param], {id(param)}):
-            return False
+        return not self._used.rewritten([param], {id(param)}) and self.has_average(grad, index, view)
+
+    def has_average(self, grad: torch.Tensor, index: int, view: torch.Tensor) -> bool:
+        """Whether a gradient is the memory of an earlier average, to which this rank may have added since."""
         kept = self._assigned is not None and self._assigned.has(index, grad)
         return grad.data_ptr() == view.data_ptr() or kept
 

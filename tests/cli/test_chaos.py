@@ -32,7 +32,7 @@ def settings(transport: str, faults: list[str]) -> Settings:
     # 2,000 steps last more than 80 s: there is time for a fault of each kind, though the next one waits until
     # the rank that the last one ended has joined again.
     command = [sys.executable, "-m", "tests.support.under_fire", EXAMPLE, "0.04", "--steps", str(STEPS)]
-    environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2"}
+    environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": patience.silence(1.2)}
     own = {"settle": 1.0, "ready": "has made step", "patience": 400.0}  # a busy machine needs long
     return Settings(command, 4, 5, 70.0, 2.0, faults, environment=environment, **own)
 

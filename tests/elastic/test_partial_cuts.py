@@ -38,7 +38,7 @@ def test_all_agree_who_goes_on(cuts: tuple[tuple[int, int], ...], several_hosts:
     """The higher of two stops, and says why."""
     stops = {max(pair) for pair in cuts}
     stay = tuple(rank for rank in range(4) if rank not in stops)
-    settings = {"TRIGRAM_SILENCE": "1.5"}
+    settings = {"TRIGRAM_SILENCE": patience.silence(1.5)}
     try:
         with Ranks(4, until_cut, transport="tcp", hosts=[0, 1, 2, 3], env=settings) as ranks:
             for rank in range(4):
@@ -81,7 +81,7 @@ def test_all_agree_after_connections_have_broken(
     world: int, breaks: dict[int, int], stay: tuple[int, ...], several_hosts: None
 ) -> None:
     """All ranks run, and some reach all; never do two halves go on."""
-    settings = {"TRIGRAM_SILENCE": "1.5"}
+    settings = {"TRIGRAM_SILENCE": patience.silence(1.5)}
     with Ranks(world, broken, breaks, transport="tcp", hosts=list(range(world)), env=settings) as ranks:
         for rank in range(world):
             ranks.await_said(rank, ("did", 20))
@@ -110,7 +110,9 @@ def test_who_hears_both_says_so(several_hosts: None) -> None:
     """Also in a job that is not elastic."""
     cuts = ((1, 2), (2, 1))
     try:
-        with Ranks(4, named, transport="tcp", hosts=[0, 1, 2, 3], env={"TRIGRAM_SILENCE": "1.5"}) as ranks:
+        with Ranks(
+            4, named, transport="tcp", hosts=[0, 1, 2, 3], env={"TRIGRAM_SILENCE": patience.silence(1.5)}
+        ) as ranks:
             for rank in range(4):
                 ranks.await_said(rank, "in the job")
             for host, other in cuts:

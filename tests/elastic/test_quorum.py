@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import trigram
-from tests.support import netns
+from tests.support import netns, patience
 from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks, run
@@ -98,7 +98,7 @@ def test_of_two_halves_one_goes_on(several_hosts: None, one: list[int], other: l
     def ip(*words: str) -> None:
         subprocess.run(["ip", "-n", switch, *words], check=True)
 
-    env = {"TRIGRAM_SILENCE": "1.2"}
+    env = {"TRIGRAM_SILENCE": patience.silence(1.2)}
     with Ranks(world, in_parts, steps, transport="auto", hosts=list(range(world)), env=env) as ranks:
         for r in range(world):
             await_step(ranks, r, 10)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trigram
+from tests.support import patience
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import Negated, await_step, come, reduce, reference, sums, the_same, train
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
@@ -220,7 +221,7 @@ def test_gossip_goes_on_beyond_the_neighbours_of_the_dead(algorithm: str) -> Non
 @pytest.mark.parametrize("transport", [long("shm"), "tcp"])
 def test_a_stopped_rank_is_left_behind(transport: str) -> None:
     world, steps = 3, 300
-    arguments, env = (steps, "gradient_allreduce", None, 0.005), {"TRIGRAM_SILENCE": "1.2"}
+    arguments, env = (steps, "gradient_allreduce", None, 0.005), {"TRIGRAM_SILENCE": patience.silence(1.2)}
     with Ranks(world, train, *arguments, transport=transport, env=env) as ranks:
         await_step(ranks, 1, 20)
         ranks.signal(1, signal.SIGSTOP)

@@ -22,6 +22,11 @@ def seconds(quiet: float) -> float:
     return quiet * max(_shared_by())
 
 
+def silence(quiet: float) -> str:
+    """TRIGRAM_SILENCE for a test in which no rank may be lost because other processes have its core."""
+    return f"{seconds(quiet):.2f}"
+
+
 class Limit:
     """Passes as ``quiet`` seconds do on a quiet machine. Whoever waits asks it again and again."""
 

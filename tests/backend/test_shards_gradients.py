@@ -50,18 +50,25 @@ def _mesh(world: int) -> Any:
 
 
 def _sharded(mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     net = Net()
-    for layer in (net.first, net.b, net.c, net.d):
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(net, mesh=mesh["shard"])
+    _shard(net, mesh)
     return net
 
 
+def _shard(net: Net, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (net.first, net.b, net.c, net.d):
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+
+
+def _batch(number: int, row: int, column: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + 10 * row + column))
+
+
 def _loss(net: nn.Module, number: int, row: int, column: int, head: str) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(100 * number + 10 * row + column)
-    loss: torch.Tensor = net(torch.randn(4, 6, generator=draw), head).square().mean()
+    loss: torch.Tensor = net(_batch(number, row, column), head).square().mean()
     return loss
 
 
@@ -135,6 +142,76 @@ def steps(rank: int, world: int, what: str) -> None:
     assert trigram.stats(shards)["steps"] == (12 if what == "twice" else 6)
     if of_weights:
         assert trigram.stats(shards)["rounds"] == 3
+    trigram.unwrap(shards)
+
+
+class Told:
+    """What a forward pass returns, which tells torch nothing of its tensors."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class Teller(Net):
+    """Returns its loss in an object; its first layer has a use of its own."""
+
+    def forward(self, x: torch.Tensor, head: str) -> Any:
+        return Told(super().forward(x, head).square().mean())
+
+    def aside(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.b(self.first(x)).abs().mean()
+        return loss
+
+
+def _told(net: Any, what: str, x: torch.Tensor) -> None:
+    """Backward passes that do not begin at what the model returns, or not only."""
+    if what in ("an object", "both"):
+        net(x, "b").loss.backward()
+    if what in ("submodules", "both"):
+        net.aside(x).backward()
+
+
+@CASES.over("an object", "submodules", "both", "assigned")
+def passes_of_other_kinds(rank: int, world: int, what: str) -> None:
+    """Whatever has written gradients, they are averaged before the update."""
+    mesh = _mesh(world)
+    row, column = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
+    net, whole = Teller(), Teller()
+    _shard(net, mesh)
+    trigram.with_bagua(trigram.local_shards(net), group=mesh["replicate"])
+    mine, other = (torch.optim.SGD(each.parameters(), 0.1) for each in (net, whole))
+    for step in range(3):
+        mine.zero_grad()
+        other.zero_grad()
+        if what == "assigned":
+            for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+                p.grad, q.grad = torch.full_like(p, float(row)), torch.full_like(q, (ROWS - 1) / 2)
+        else:
+            _told(net, what, _batch(step, row, column))
+            for r in range(ROWS):
+                for c in range(world // ROWS):
+                    _told(whole, what, _batch(step, r, c))
+            for q in whole.parameters():
+                if q.grad is not None:
+                    q.grad /= world
+        mine.step()
+        other.step()
+    _same(net, whole, 1e-5, what)
+
+
+@CASES
+def torch_autograd_grad_makes_no_pass(rank: int, world: int) -> None:
+    mesh = _mesh(world)
+    net = _sharded(mesh)
+    shards = trigram.with_bagua(trigram.local_shards(net), group=mesh["replicate"])
+    if mesh["replicate"].get_local_rank() == 0:  # of this row only
+        x = torch.ones(4, 6, requires_grad=True)
+        torch.autograd.grad(net(x, "b").sum(), x)
+    net(torch.ones(4, 6), "b").sum().backward()
+    assert trigram.stats(shards)["steps"] == 1
+    raises(
+        trigram.MisuseError, lambda: trigram.with_bagua(trigram.local_shards(net), group=mesh["replicate"])
+    )
     trigram.unwrap(shards)
 
 

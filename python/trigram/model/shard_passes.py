@@ -1,9 +1,10 @@
 """Gradients of shards, averaged between replicas: the passes of a model that is sharded inside.
 
 The model of ``fully_shard`` makes the forward and backward passes, and the shards that
-:func:`trigram.local_shards` has returned are what averages concern. FSDP writes the gradients at the end of a
-backward pass, in a callback of autograd; so they are averaged after all others of these. Who is told of the
-model's passes and updates here tells the hooks of the shards.
+:func:`trigram.local_shards` has returned are what averages concern. FSDP writes gradients in backward passes
+and in a callback at their end, and says so in its hook for all-reduces; other parameters have hooks of their
+own. A pass that has written some is followed by the average, after all callbacks of autograd. Who is told of
+the model's passes and updates here tells the hooks of the shards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from trigram.errors import MisuseError
 from trigram.model.wrapped import wrapped_models
@@ -35,7 +35,7 @@ class ShardPasses:
         pairs: Its parameters, as it holds them between steps, and the shard of each.
 
     Attributes:
-        unsent: A backward pass has begun in ``no_sync`` since the last average.
+        unsent: Gradients were written in ``no_sync`` since the last average.
         waits_for_closure: As :class:`GradientSync`.
     """
 
@@ -44,12 +44,20 @@ class ShardPasses:
     def __init__(self, model: nn.Module, whole: nn.Module, pairs: Sequence[tuple[Any, nn.Parameter]]) -> None:
         self.model, self._whole, self._pairs = weakref.ref(model), weakref.ref(whole), pairs
         self.unsent = False
+        self._averages: dict[int, Any] = {}  # by `id()` of a parameter: its gradient since the last one
         before, after = WeakHook(self, "_before_forward"), WeakHook(self, "_after_forward")
         # Before FSDP's, which gathers the shards; after it nothing of a step may have failed unheard.
         self._handles = [
             whole.register_forward_pre_hook(before, prepend=True),
             whole.register_forward_hook(after, always_call=True),
         ]
+        written = WeakHook(self, "_written")
+        for module in whole.modules():
+            hears: Any = getattr(module, "set_all_reduce_hook", None)  # of an FSDPModule
+            if hears is not None:
+                hears(written)
+        leaves = [p for p, _ in pairs if p.is_leaf]
+        self._handles += [p.register_post_accumulate_grad_hook(written) for p in leaves if p.requires_grad]
         optimizer_hooks.listen(self)
 
     def close(self) -> None:
@@ -77,23 +85,23 @@ class ShardPasses:
         for p, shard in self._pairs:
             if shard.requires_grad != p.requires_grad:
                 shard.requires_grad_(p.requires_grad)
+        for name, b in zip(model._buffers, whole.buffers(), strict=False):
+            model._buffers[name] = _local(b)  # a forward pass may have put others there
         hooks.passes.before_forward(model, args)
-        if (now := self.hooks) is not None:  # a warm-up may have ended
-            now.passes.late = WeakHook(self, "_backward_is_over")
 
     def _after_forward(self, _whole: nn.Module, args: Any, output: Any) -> None:
         hooks, model = self.hooks, self.model()
-        if hooks is None or model is None:
-            return
-        hooks.passes.after_forward(model, args, output)
-        if hooks.sync or not torch.is_grad_enabled():
-            return
-        for t in pytree.tree_leaves(output):
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.register_hook(WeakHook(self, "_accumulates"))
+        if hooks is not None and model is not None:
+            hooks.passes.after_forward(model, args, output)
 
-    def _accumulates(self, _grad: torch.Tensor) -> None:
-        self.unsent = True
+    def _written(self, *_: Any) -> None:
+        """Gradients have been written, in a backward pass."""
+        if (hooks := self.hooks) is None:
+            return
+        if hooks.sync:
+            hooks.passes.end_late(WeakHook(self, "_backward_is_over"))
+        else:
+            self.unsent = True
 
     def _backward_is_over(self) -> None:
         if (hooks := self.hooks) is not None:
@@ -107,14 +115,19 @@ class ShardPasses:
             shard.grad = _local(p.grad)
         hooks.passes.begin(None)
         hooks.passes.end()
+        self._take()
+        if joins:  # it has got weights
+            gather_again(self._whole())
+
+    def _take(self) -> None:
+        """The model gets the averages that the shards have."""
         for p, shard in self._pairs:
             mine = _local(p.grad)
             if mine is None or shard.grad is None:
                 p.grad = None if shard.grad is None else _like(p, shard.grad.clone())
             elif mine.data_ptr() != shard.grad.data_ptr():
                 mine.copy_(shard.grad)
-        if joins:  # it has got weights
-            gather_again(self._whole())
+            self._averages[id(p)] = p.grad
 
     # Updates.
 
@@ -163,7 +176,16 @@ class ShardPasses:
             )
         if self.unsent:
             self._average(hooks)
+        assigned = [
+            (p, shard)
+            for p, shard in self._pairs
+            if id(p) in mine and p.grad is not None and p.grad is not self._averages.get(id(p))
+        ]
+        for p, shard in assigned:  # by the script
+            shard.grad = _local(p.grad)
         hooks.before_update(self._shards(mine))
+        if assigned:
+            self._take()
 
     def closure_ignored(self, mine: set[int], optimizer: str) -> None:
         """See there."""

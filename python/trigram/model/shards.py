@@ -94,9 +94,21 @@ them, and nothing would average if they went."""
 
 
 def check_shards(model: nn.Module, chosen: Algorithm) -> None:
-    """Raises an ``UnsupportedError`` if the model are shards, and the algorithm is not for these."""
+    """Raises if the model are shards, and the algorithm is not for these, or another has some of the model.
+
+    Raises:
+        UnsupportedError, MisuseError: See above.
+    """
     if not isinstance(model, LocalShards):
         return
+    whole = model._model()
+    other = None if whole is None else _kept.get(whole)
+    theirs = None if other is None or other is model else wrapped_models.get(other)
+    if theirs is not None and not theirs.stale:
+        raise MisuseError(
+            f"{chosen.name}: an algorithm has other shards of this model already; call trigram.switch or "
+            "trigram.unwrap on what local_shards has returned first"
+        )
     options = chosen.options
     if options.sharded or options.fused:
         what = "state='sharded'" if options.sharded else "fused=True"

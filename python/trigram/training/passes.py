@@ -187,8 +187,6 @@ class Passes:
         active: Whether one is under way, or has raised an exception.
         prepared: Whether the next one has been prepared.
         handles: What removes the hooks.
-        late: What makes the pass when autograd is done, where others write the gradients in its callbacks;
-            None: its nodes tell.
     """
 
     def __init__(self, method: PassMethod) -> None:
@@ -196,7 +194,8 @@ class Passes:
         self.made_in = job.here().stay
         self.active = self.prepared = False
         self.handles: list[Any] = []
-        self.late: Callable[[], None] | None = None
+        self._late: Callable[[], None] | None = None
+        self._late_end: _Backward | None = None
         self._told = _Told(self)
         self._nodes: dict[int, Any] = {}  # by `id()` of a parameter, where autograd adds its gradient
         self._dropped: weakref.finalize[..., Passes] | None = None
@@ -316,12 +315,8 @@ class Passes:
     def _backward_ends(self, task: int) -> None:
         method = self.method
         outermost = self._outermost is not None and self._outermost.number == task
-        if outermost and self.late is not None:
-            # After the callbacks of others. If one of them raises, that this has not been called tells it.
-            last = WeakHook(self, "_late_ends")
-            torch.autograd.Variable._execution_engine.queue_callback(last)
-            self._outermost = _Backward(task, weakref.ref(last))
-            return
+        if outermost and self._late is not None:
+            self._requeue(task)
         if outermost:
             self._outermost = None
         if self.active and self._backward is not None and self._backward.number == task:
@@ -329,11 +324,28 @@ class Passes:
         if method.times.phase == steps.BACKWARD and self._outermost is None:
             method.times.enter(steps.OTHER)
 
+    def end_late(self, late: Callable[[], None]) -> None:
+        """Others write gradients in the backward pass that is running, where no node adds them: ``late``,
+        which makes a pass, is called once when that is over, after all callbacks of others."""
+        self._late = late
+        task = torch._C._current_graph_task_id()
+        outside = self._outermost is None or not self._outermost.running  # else its callback sees to it
+        if outside and (self._late_end is None or self._late_end.number != task):
+            first = WeakHook(self, "_requeue", task)
+            torch.autograd.Variable._execution_engine.queue_callback(first)
+            self._late_end = _Backward(task, weakref.ref(first))
+
+    def _requeue(self, task: int) -> None:
+        """Callbacks that were queued meanwhile come first. If one raises, the last one is never called."""
+        last = WeakHook(self, "_late_ends")
+        torch.autograd.Variable._execution_engine.queue_callback(last)
+        self._late_end = _Backward(task, weakref.ref(last))
+
     def _late_ends(self) -> None:
-        method = self.method
-        self._outermost = None
-        if self.late is not None:
-            self.late()
+        method, late = self.method, self._late
+        self._late = self._late_end = None
+        if late is not None:
+            late()
         if method.times.phase == steps.BACKWARD:
             method.times.enter(steps.OTHER)
 
@@ -412,9 +424,11 @@ class Passes:
         method = self.method
         if self.active and not self.in_backward:
             method.abort_pass()
-        elif not self.active and self._outermost is not None and not self._outermost.running:
+        elif not self.active and any(
+            call is not None and not call.running for call in (self._outermost, self._late_end)
+        ):
             # It failed before the first gradient; the other ranks may be in the pass and wait.
-            self._outermost = None
+            self._outermost = self._late = self._late_end = None
             if method.sync:
                 self.begin(None)
                 method.abort_pass()
@@ -442,7 +456,7 @@ class Passes:
         """No pass is under way any more: it has raised an exception."""
         method = self.method
         self.active = self.prepared = False
-        self._backward = self._outermost = None
+        self._backward = self._outermost = self._late = self._late_end = None
         method.pipeline.end()
 
 

@@ -200,6 +200,29 @@ def passes_of_other_kinds(rank: int, world: int, what: str) -> None:
 
 
 @CASES
+def hooks_of_the_script_stay(rank: int, world: int) -> None:
+    """FSDP has one hook for all-reduces; it is called once, also after the shards were wrapped again."""
+    mesh, heard = _mesh(world), []
+    net: Any = _sharded(mesh)
+    net.first.set_all_reduce_hook(lambda gradients: heard.append(gradients.numel()))
+    for _ in range(2):
+        shards = trigram.with_bagua(trigram.local_shards(net), group=mesh["replicate"])
+        net(torch.full((4, 6), float(rank)), "b").sum().backward()
+        trigram.unwrap(shards)
+    assert len(heard) == 2
+    same_on_all_ranks(rank, world, "heard", [p.grad.full_tensor() for p in net.first.parameters()])
+
+
+@CASES
+def parameters_that_were_replaced(rank: int, world: int) -> None:
+    mesh = _mesh(world)
+    net = _sharded(mesh)
+    trigram.with_bagua(trigram.local_shards(net), group=mesh["replicate"])
+    net.load_state_dict({name: t.clone() for name, t in net.state_dict().items()}, assign=True)
+    says(raises(trigram.MisuseError, net, torch.ones(4, 6), "b"), "was replaced", "assign=True")
+
+
+@CASES
 def torch_autograd_grad_makes_no_pass(rank: int, world: int) -> None:
     mesh = _mesh(world)
     net = _sharded(mesh)

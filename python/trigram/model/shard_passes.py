@@ -53,9 +53,8 @@ class ShardPasses:
         ]
         written = WeakHook(self, "_written")
         for module in whole.modules():
-            hears: Any = getattr(module, "set_all_reduce_hook", None)  # of an FSDPModule
-            if hears is not None:
-                hears(written)
+            if hasattr(module, "set_all_reduce_hook"):  # an FSDPModule
+                _listen(module, written)
         leaves = [p for p, _ in pairs if p.is_leaf]
         self._handles += [p.register_post_accumulate_grad_hook(written) for p in leaves if p.requires_grad]
         optimizer_hooks.listen(self)
@@ -81,6 +80,7 @@ class ShardPasses:
         hooks, model = self.hooks, self.model()
         if hooks is None or model is None:
             return
+        self._check_parameters(whole, hooks)
         model.training = whole.training
         for p, shard in self._pairs:
             if shard.requires_grad != p.requires_grad:
@@ -88,6 +88,17 @@ class ShardPasses:
         for name, b in zip(model._buffers, whole.buffers(), strict=False):
             model._buffers[name] = _local(b)  # a forward pass may have put others there
         hooks.passes.before_forward(model, args)
+
+    def _check_parameters(self, whole: nn.Module, hooks: GradientSync) -> None:
+        """Raises if the script has put others in the place of the parameters: nothing would average them."""
+        for (name, now), (p, _) in zip(whole.named_parameters(), self._pairs, strict=False):
+            # FSDP itself puts whole parameters there, which are no DTensors, while it has gathered them.
+            if now is not p and hasattr(now, "_local_tensor") == hasattr(p, "_local_tensor"):
+                raise MisuseError(
+                    f"{hooks.groups.name}: parameter {name} was replaced after trigram.local_shards, as by "
+                    "load_state_dict(assign=True); load in place, or call trigram.unwrap on the shards before, "
+                    "and local_shards and with_bagua after it, on all ranks"
+                )
 
     def _after_forward(self, _whole: nn.Module, args: Any, output: Any) -> None:
         hooks, model = self.hooks, self.model()
@@ -199,6 +210,29 @@ class ShardPasses:
     def update_skipped(self, mine: set[int]) -> None:
         """See there."""
         self._there.update_skipped(self._shards(mine))
+
+
+class _Heard:
+    """FSDP's hook for all-reduces: that of the script if there is one, and then ours."""
+
+    def __init__(self, ours: WeakHook, before: Any) -> None:
+        self.ours, self.before = ours, before
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        if self.before is not None:
+            self.before(gradients)
+        self.ours()
+
+
+def _listen(module: Any, written: WeakHook) -> None:
+    """Has ``written`` called when FSDP has reduced gradients. Its public function would take the place of a
+    hook of the script, and refuses modules with several groups of parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one, or None, in releases before
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            before = group._all_reduce_hook
+            group._all_reduce_hook = _Heard(written, before.before if isinstance(before, _Heard) else before)
 
 
 def gather_again(whole: nn.Module | None) -> None:

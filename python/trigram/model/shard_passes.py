@@ -96,8 +96,8 @@ class ShardPasses:
             if now is not p and hasattr(now, "_local_tensor") == hasattr(p, "_local_tensor"):
                 raise MisuseError(
                     f"{hooks.groups.name}: parameter {name} was replaced after trigram.local_shards, as by "
-                    "load_state_dict(assign=True); load in place, or call trigram.unwrap on the shards before, "
-                    "and local_shards and with_bagua after it, on all ranks"
+                    "load_state_dict(assign=True); load in place, or call trigram.unwrap on the shards "
+                    "before, and local_shards and with_bagua after it, on all ranks"
                 )
 
     def _after_forward(self, _whole: nn.Module, args: Any, output: Any) -> None:

@@ -46,6 +46,7 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
+from trigram.gradients.in_parts import clip_grad_norm_
 from trigram.launching import launch
 from trigram.model.blocks import join, no_sync
 from trigram.model.boundary import step
@@ -62,13 +63,12 @@ from trigram.observe import rank_report as _report  # noqa: F401  # so that TRIG
 from trigram.observe import snapshots as _snapshots  # noqa: F401  # so that TRIGRAM_TOP works
 from trigram.observe import torch_steps as _torch_steps  # noqa: F401  # so that these know all steps
 from trigram.observe.timeline import timeline
+from trigram.optimizers.qadam import QAdam
 from trigram.runtime.group import Group
 from trigram.runtime.job import Job
 from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, is_spare, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
-from trigram.training.gradients.in_parts import clip_grad_norm_
-from trigram.training.qadam import QAdam
 
 __all__ = [
     "AbortedError",

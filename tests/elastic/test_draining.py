@@ -27,7 +27,7 @@ from tests.support.harness import scratch as scratch_of_rank
 from trigram.elastic import draining, membership, notices
 from trigram.elastic.join_queue import JoinQueue
 from trigram.runtime.group import Group
-from trigram.training.elastic_model import ElasticModel
+from trigram.steps.elastic_model import ElasticModel
 
 pytestmark = pytest.mark.waits
 

@@ -17,7 +17,7 @@ from tests.support.elastic_run import await_step, awaited, come, loss_of, model
 from tests.support.elastic_sharded import BEFORE, DURING, LATER, Moments, reference, same_state, train
 from tests.support.harness import Died, Ranks, flag, run, say, until
 from tests.support.marks import long
-from trigram.training.sharded.elastic.moving import Cut
+from trigram.sharded.elastic.moving import Cut
 
 pytestmark = pytest.mark.waits
 

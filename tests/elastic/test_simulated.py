@@ -17,7 +17,7 @@ from tests.support.simulated.script import Faults, Run, check
 from trigram.elastic.knowledge import Knowledge
 from trigram.elastic.membership import PreparedWorld
 from trigram.elastic.succession import Succession
-from trigram.training.elastic_model import ElasticModel
+from trigram.steps.elastic_model import ElasticModel
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {},

@@ -18,7 +18,7 @@ from tests.support.cases import Cases
 from tests.support.checks import close, raises, says
 from tests.support.marks import long
 from tests.support.twin_training import mlp
-from trigram.training.gradients.in_parts import ShardedGradient
+from trigram.gradients.in_parts import ShardedGradient
 
 CASES = Cases()
 MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

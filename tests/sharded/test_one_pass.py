@@ -17,7 +17,7 @@ from tests.support.cases import Cases
 from tests.support.checks import equal, raises, same_on_all_ranks, says
 from tests.support.harness import Died, Ranks, await_flag, flag, say
 from tests.support.twin_training import mlp, square
-from trigram.training.sharded import rules
+from trigram.sharded import rules
 
 CASES = Cases()
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW

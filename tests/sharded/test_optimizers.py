@@ -16,7 +16,7 @@ from tests.support.cases import Cases
 from tests.support.checks import raises, says
 from tests.support.marks import long
 from tests.support.twin_training import mlp, square
-from trigram.training import optimizer_trial
+from trigram.optimizers import optimizer_trial
 
 CASES = Cases()
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -99,7 +99,7 @@ def test_groups_that_are_alike_are_tried_once() -> None:
 
 
 def test_optimizers_of_torch_are_found_as_they_are_listed() -> None:
-    from trigram.training.optimizer_kinds import ELEMENTWISE, WHOLE
+    from trigram.optimizers.optimizer_kinds import ELEMENTWISE, WHOLE
 
     model = nn.Linear(200, 150, bias=False)
     for name in (*ELEMENTWISE, *WHOLE):

@@ -13,7 +13,7 @@ import torch
 import trigram
 from tests.support.harness import Ranks, await_flag, flag, say, scratch
 from trigram.averaging import GradientBucket, GradientFilter
-from trigram.training.elastic_model import ElasticModel
+from trigram.steps.elastic_model import ElasticModel
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 

@@ -16,11 +16,11 @@ from tests.support.checks import close
 from tests.support.elastic_run import awaited, loss_of, model, weights
 from tests.support.harness import flag, say, until
 from trigram.elastic import membership
-from trigram.training.elastic_model import ElasticModel
-from trigram.training.sharded.elastic import copied_parts
-from trigram.training.sharded.elastic.copied_parts import CopiedParts
-from trigram.training.sharded.weights.divided_weights import DividedWeights
-from trigram.training.sharded.weights.optimizer import ShardedOptimizer
+from trigram.sharded.elastic import copied_parts
+from trigram.sharded.elastic.copied_parts import CopiedParts
+from trigram.sharded.weights.divided_weights import DividedWeights
+from trigram.sharded.weights.optimizer import ShardedOptimizer
+from trigram.steps.elastic_model import ElasticModel
 
 Moments = dict[int, tuple[int, str]]
 """By rank, the step and the moment in it at which it ends itself."""

@@ -16,7 +16,8 @@ import trigram
 from tests.support.harness import Ranks, say
 from tests.support.loops import judge
 from tests.support.loops.table import ROWS
-from trigram.training import step_tracker, weight_sync
+from trigram.steps import step_tracker
+from trigram.training import weight_sync
 
 FILE = Path(__file__).resolve().parents[1] / "training" / "step_events.json"
 EVENTS = [

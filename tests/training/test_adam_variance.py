@@ -11,7 +11,7 @@ from torch import nn
 
 import trigram
 from tests.support.harness import run
-from trigram.training import adam_variance, optimizer_hooks
+from trigram.optimizers import adam_variance, optimizer_hooks
 
 LR, EPS, STEPS = 0.01, 1e-8, 40
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -16,7 +16,7 @@ from tests.support.cases import Cases
 from tests.support.checks import raises, says
 from trigram.observe import rank_report, report, steps
 from trigram.runtime import world as runtime
-from trigram.training import fidelity
+from trigram.steps import fidelity
 
 CASES = Cases()
 LENGTH = 1000

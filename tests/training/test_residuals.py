@@ -20,9 +20,7 @@ from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs import find
-from trigram.runtime.world import resolve
-from trigram.training.gradient_sync import GradientSync
-from trigram.training.gradients.compressors import (
+from trigram.gradients.compressors import (
     CodecCompressor,
     GradientCompressor,
     MomentumCompressor,
@@ -30,6 +28,8 @@ from trigram.training.gradients.compressors import (
     RobustCompressor,
     make,
 )
+from trigram.gradients.gradient_sync import GradientSync
+from trigram.runtime.world import resolve
 
 CASES = Cases()
 STEPS = 40

@@ -12,7 +12,7 @@ import pytest
 
 import trigram
 from tests.support import step_events
-from trigram.training.step_tracker import MOST_PERTURBATIONS, StepTracker
+from trigram.steps.step_tracker import MOST_PERTURBATIONS, StepTracker
 
 RECORDED: list[dict[str, Any]] = json.loads(step_events.FILE.read_text())
 

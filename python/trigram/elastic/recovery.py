@@ -1,6 +1,6 @@
 """Elastic jobs: how all members go on together when ranks are lost, leave or join.
 
-What a model does then is in :mod:`trigram.training.elastic_model`; who may go on is decided in
+What a model does then is in :mod:`trigram.steps.elastic_model`; who may go on is decided in
 :mod:`trigram.elastic.membership`.
 """
 

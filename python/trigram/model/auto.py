@@ -35,6 +35,9 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all, tell_all_floats
 from trigram.errors import TrigramError
+from trigram.gradients import compressors
+from trigram.gradients.gradient_sync import GradientSync
+from trigram.gradients.probe import GradientProbe
 from trigram.model.wrapped import WrappedModel
 from trigram.plan import costs, file, measuring, settle
 from trigram.plan.choice import Decision, schedule
@@ -42,9 +45,6 @@ from trigram.plan.inputs import Compute, Costs, Job, Tensor
 from trigram.plan.losses import ALLOWED, kind
 from trigram.plan.settle import Proposal, Proposals, Settings, Verdict
 from trigram.runtime import logs
-from trigram.training.gradient_sync import GradientSync
-from trigram.training.gradients import compressors
-from trigram.training.gradients.probe import GradientProbe
 
 FIRST = 32
 """Updates before the ranks may measure."""

@@ -12,7 +12,7 @@ from trigram.algorithms import compatibility
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.runtime import job
-from trigram.training.uneven_inputs import UnevenInputs
+from trigram.steps.uneven_inputs import UnevenInputs
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -15,10 +15,10 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_that, ranks_unlike_first
 from trigram.errors import MisuseError
+from trigram.gradients.buckets import assign
+from trigram.gradients.gradient_sync import GradientSync
 from trigram.model.wrapped import WrappedModel, lookup
-from trigram.training.gradient_sync import GradientSync
-from trigram.training.gradients.buckets import assign
-from trigram.training.step_hooks import StepHooks
+from trigram.steps.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
 _COMMON = ("agreed", "velocity", "centre")

@@ -15,9 +15,9 @@ from trigram.collectives.consistency import unequal
 from trigram.mixing.step import AveragingStep
 from trigram.model.shards import collect
 from trigram.model.wrapped import WrappedModel, lookup
-from trigram.training.model_changes import agree_on_layouts, layouts
+from trigram.steps.model_changes import agree_on_layouts, layouts
+from trigram.steps.step_hooks import StepHooks
 from trigram.training.schedule import EverySteps
-from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
 

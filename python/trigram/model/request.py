@@ -25,7 +25,7 @@ from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.weak import copied
 from trigram.runtime.world import AnyGroup, resolve
-from trigram.training import fidelity
+from trigram.steps import fidelity
 from trigram.training.compose import check
 from trigram.training.model_checks import check_modules
 from trigram.training.options import Options

@@ -18,16 +18,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trigram.errors import MisuseError
+from trigram.gradients.gradient_sync import GradientSync
 from trigram.model.wrapped import wrapped_models
 from trigram.observe.steps import StepTimes
+from trigram.optimizers import optimizer_hooks
 from trigram.runtime.weak_hook import WeakHook
-from trigram.training import optimizer_hooks
-from trigram.training.gradient_sync import GradientSync
 
 
 class ShardPasses:
     """Tells the hooks of a model's shards, while they average gradients; implements
-    :class:`trigram.training.optimizer_hooks.Updated` for the parameters of the model.
+    :class:`trigram.optimizers.optimizer_hooks.Updated` for the parameters of the model.
 
     Args:
         model: The shards.
@@ -144,22 +144,22 @@ class ShardPasses:
 
     @property
     def ids(self) -> set[int]:
-        """See :class:`trigram.training.optimizer_hooks.Watched`."""
+        """See :class:`trigram.optimizers.optimizer_hooks.Watched`."""
         return {id(p) for p, _ in self._pairs if p.requires_grad} if self.hooks is not None else set()
 
     @property
     def parameters(self) -> ShardPasses:
-        """See :class:`trigram.training.optimizer_hooks.Updated`."""
+        """See :class:`trigram.optimizers.optimizer_hooks.Updated`."""
         return self
 
     @property
     def number(self) -> int:
-        """See :class:`trigram.training.step_hooks.StepHooks`."""
+        """See :class:`trigram.steps.step_hooks.StepHooks`."""
         return self._there.number
 
     @property
     def updating(self) -> list[weakref.ref[Optimizer]]:
-        """See :class:`trigram.training.optimizer_hooks.Updated`."""
+        """See :class:`trigram.optimizers.optimizer_hooks.Updated`."""
         return self._there.updating
 
     @property

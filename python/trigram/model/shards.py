@@ -11,10 +11,10 @@ from torch import nn
 from trigram.algorithms.trigram import Algorithm
 from trigram.elastic.membership import current
 from trigram.errors import MisuseError, UnsupportedError
+from trigram.gradients.gradient_sync import GradientSync
 from trigram.model.shard_passes import ShardPasses, gather_again
 from trigram.model.wrapped import wrapped_models
-from trigram.training.gradient_sync import GradientSync
-from trigram.training.sharded.updates import ShardedUpdates
+from trigram.sharded.updates import ShardedUpdates
 
 
 class LocalShards(nn.Module):

@@ -16,18 +16,18 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import places, recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.gradients.gradient_sync import GradientSync
 from trigram.mixing.quorum import QuorumSteps
 from trigram.runtime import job, logs
 from trigram.runtime.group import Group
 from trigram.runtime.weak import copied
-from trigram.training import fidelity
+from trigram.steps import fidelity
+from trigram.steps.elastic_model import ElasticModel
+from trigram.steps.step_hooks import StepHooks, agree_on_algorithm
 from trigram.training.compose import compose, warm
 from trigram.training.dropped_models import release_dropped
-from trigram.training.elastic_model import ElasticModel
-from trigram.training.gradient_sync import GradientSync
 from trigram.training.options import Options
 from trigram.training.running_models import RunningModels
-from trigram.training.step_hooks import StepHooks, agree_on_algorithm
 from trigram.training.weight_sync import WeightSync
 
 

@@ -103,7 +103,7 @@ class StepTimes:
         sums: The number of steps, and the nanoseconds of them and of each of :data:`PHASES`. Each step makes
             it anew, so another thread reads values of the same steps.
         buckets: Bytes of each gradient bucket; whoever makes buckets says so.
-        fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.training.fidelity`.
+        fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.steps.fidelity`.
         trained_by: ``with_bagua``, or what else brings its ranks together: see
             :mod:`trigram.observe.torch_steps`.
         on_gpu: Whether the model was on a GPU when it got its hooks.

@@ -15,9 +15,9 @@ import torch
 from trigram import codecs
 from trigram.averaging.powersgd import arithmetic
 from trigram.codecs import lossless
+from trigram.gradients.compressors import NEEDS_FEEDBACK
 from trigram.plan.inputs import CodecCost, Costs, ExactCodes
-from trigram.training.fidelity import CODECS
-from trigram.training.gradients.compressors import NEEDS_FEEDBACK
+from trigram.steps.fidelity import CODECS
 
 ELEMENTS = 1 << 20
 """Values of a bucket of 4 MiB."""

@@ -28,12 +28,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trigram import collectives
 from trigram.collectives.consistency import tell_all
 from trigram.errors import ConfigError
+from trigram.gradients.probe import sample
 from trigram.plan import costs
 from trigram.plan.inputs import Compute, Costs, Job, Machines, Tensor
 from trigram.plan.losses import ALLOWED
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
-from trigram.training.gradients.probe import sample
 
 VARIABLE = "TRIGRAM_PLAN_MEASURE"
 """``STEPS:ALLOWED:FILE``: steps of each kind, what the decision may change, and where the plan goes."""

@@ -16,12 +16,12 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.lossless import MOST_TO_ALL
 from trigram.codecs import lossless
 from trigram.errors import UnsupportedError
+from trigram.gradients.buckets import FIRST_BUCKET
+from trigram.gradients.compressors import NEEDS_FEEDBACK
 from trigram.mixing.async_gossip import TAKES
 from trigram.mixing.rare_averages import most
 from trigram.plan import wire
 from trigram.plan.inputs import CodecCost, Job
-from trigram.training.gradients.buckets import FIRST_BUCKET
-from trigram.training.gradients.compressors import NEEDS_FEEDBACK
 from trigram.training.pace import default_fragments
 
 FLOAT = 4

@@ -1,5 +1,5 @@
-"""How a wrapped model trains: its hooks, and the composition of an algorithm from the packages below.
+"""How a wrapped model trains: what an algorithm is composed of, and averages of its weights.
 
-What lives here: step hooks, buckets, gradient synchronisation, weight synchronisation and its schedules,
-gradient compressors, options, QAdam, DDP's communication hook. Uses: all packages but ``model`` and ``cli``.
+What lives here: the composition (``compose``), the synchronization of weights, its schedules and boundaries,
+options, DDP's communication hook. Uses: all rooms of the library but ``model`` and ``plan``.
 """

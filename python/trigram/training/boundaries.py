@@ -12,11 +12,11 @@ import torch
 
 from trigram.errors import MismatchError, MisuseError
 from trigram.observe import steps
-from trigram.training.elasticity import Elasticity
-from trigram.training.fidelity import Fidelity
+from trigram.steps.elasticity import Elasticity
+from trigram.steps.fidelity import Fidelity
+from trigram.steps.step_tracker import StepTracker
+from trigram.steps.uneven_inputs import Joinable, UnevenInputs
 from trigram.training.schedule import EverySteps, StepSchedule
-from trigram.training.step_tracker import StepTracker
-from trigram.training.uneven_inputs import Joinable, UnevenInputs
 
 
 class Bounded(Joinable, Protocol):
@@ -35,7 +35,7 @@ class Bounded(Joinable, Protocol):
 
 
 class Boundaries:
-    """Makes the boundaries that a :class:`~trigram.training.step_tracker.StepTracker` finds.
+    """Makes the boundaries that a :class:`~trigram.steps.step_tracker.StepTracker` finds.
 
     Args:
         sync: The model's hooks, which this does not keep.

@@ -20,6 +20,10 @@ from trigram.averaging.sparse import sparse_parameters
 from trigram.codecs import find
 from trigram.collectives.coalesced import now
 from trigram.errors import MisuseError, UnsupportedError
+from trigram.gradients import compressors
+from trigram.gradients.gradient_sync import GradientSync
+from trigram.gradients.updating.fused_updates import FusedUpdates
+from trigram.gradients.updating.shown_params import claim, disclaim
 from trigram.mixing.async_gossip import AsyncGossip
 from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
@@ -28,20 +32,16 @@ from trigram.mixing.outer_gossip import OuterGossip
 from trigram.mixing.quorum import MeanOfWeights, QuorumSteps, Rule
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
+from trigram.optimizers.optimizer_kinds import check_state_dict, updates_values
+from trigram.optimizers.qadam import QAdam
+from trigram.sharded.elastic.copied_parts import CopiedParts
+from trigram.sharded.recovery import Recovery
+from trigram.sharded.updates import ShardedUpdates
+from trigram.sharded.weights.gradient_buckets import ShardsCompressor
+from trigram.steps.step_hooks import StepHooks
 from trigram.training.fragments import Fragment, divide
-from trigram.training.gradient_sync import GradientSync
-from trigram.training.gradients import compressors
 from trigram.training.model_checks import AveragedOptimizer
-from trigram.training.optimizer_kinds import check_state_dict, updates_values
-from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
-from trigram.training.sharded.elastic.copied_parts import CopiedParts
-from trigram.training.sharded.recovery import Recovery
-from trigram.training.sharded.updates import ShardedUpdates
-from trigram.training.sharded.weights.gradient_buckets import ShardsCompressor
-from trigram.training.step_hooks import StepHooks
-from trigram.training.updating.fused_updates import FusedUpdates
-from trigram.training.updating.shown_params import claim, disclaim
 from trigram.training.weight_sync import WeightSync
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from trigram.algorithms.parse import find
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import UnsupportedError
+from trigram.gradients import compressors
+from trigram.gradients.buckets import Bucket
 from trigram.runtime import job
 from trigram.runtime.world import AnyGroup, resolve
-from trigram.training.gradients import compressors
-from trigram.training.gradients.buckets import Bucket
 from trigram.training.options import Options
 
 

@@ -13,7 +13,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime import exit_status, job, serving
 from trigram.runtime.job import Part
-from trigram.training.elasticity import Elasticity
+from trigram.steps.elasticity import Elasticity
 from trigram.training.schedule import StepSchedule
 
 

@@ -2,7 +2,7 @@
 steps bring them together.
 
 Averaging steps start at *boundaries*, one for each training step: a
-:class:`~trigram.training.step_tracker.StepTracker` finds them, and a
+:class:`~trigram.steps.step_tracker.StepTracker` finds them, and a
 :class:`~trigram.training.schedule.StepSchedule` decides at which of them averaging steps run.
 """
 
@@ -23,23 +23,23 @@ from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.errors import TrigramError, UnsupportedError
 from trigram.observe import steps
+from trigram.optimizers import adam_variance, shared_optimizers
 from trigram.runtime import job
 from trigram.runtime.group import Group
 from trigram.runtime.inference_mode import kept_tensors
-from trigram.training import adam_variance, shared_optimizers
+from trigram.steps.elastic_model import ElasticModel
+from trigram.steps.model_changes import agree_on_change
+from trigram.steps.parameters import FrozenInTurn
+from trigram.steps.passes import inside_backward
+from trigram.steps.step_hooks import StepHooks
+from trigram.steps.step_tracker import StepTracker
+from trigram.steps.update_watch import UntrainedPasses
+from trigram.steps.weight_looks import WeightLooks
 from trigram.training.boundaries import Boundaries
-from trigram.training.elastic_model import ElasticModel
 from trigram.training.fragments import Fragment, of_model
-from trigram.training.model_changes import agree_on_change
 from trigram.training.model_checks import AveragedOptimizer
-from trigram.training.parameters import FrozenInTurn
-from trigram.training.passes import inside_backward
 from trigram.training.running_models import RunningModels, wait_for_all
 from trigram.training.schedule import Counters, EverySteps, StepSchedule
-from trigram.training.step_hooks import StepHooks
-from trigram.training.step_tracker import StepTracker
-from trigram.training.update_watch import UntrainedPasses
-from trigram.training.weight_looks import WeightLooks
 
 
 class WeightSync(StepHooks):
@@ -52,7 +52,7 @@ class WeightSync(StepHooks):
             when layers are frozen or unfrozen.
         in_step: Whether all ranks make an averaging step at the same training steps.
         of_mean: Whether Adam's second moments become those of the mean gradient, see
-            :mod:`trigram.training.adam_variance`.
+            :mod:`trigram.optimizers.adam_variance`.
         pieces: Whether parameters are divided between fragments.
 
     Attributes:

@@ -1,6 +1,6 @@
 //! Adam's second moment of the mean gradient of several ranks, from one rank's gradients: the loop.
 //!
-//! `trigram/training/adam_variance.py` says why.
+//! `trigram/optimizers/adam_variance.py` says why.
 
 use crate::error::{Error, Result};
 use crate::vector::unit;

@@ -2,7 +2,7 @@
 //!
 //! torch's kernels are compiled with products and sums contracted to fused multiply-adds. Where a sum has two products,
 //! its last few values of a parameter, which do not fill a vector, round the other product than the rest do. [`Rule`]
-//! says what of this holds; callers have compared it with the torch that they run (`trigram/training/sharded/rules.py`).
+//! says what of this holds; callers have compared it with the torch that they run (`trigram/sharded/rules.py`).
 
 // A rule's copy in a closure: behind a reference, its numbers might be what the loop writes.
 #![allow(clippy::redundant_locals)]

@@ -135,7 +135,7 @@ pub(crate) fn adapt_second_moment(
     let (first_factor, own, part, least) = factors;
     let factors = Factors { first: first_factor, own, part, least };
     let run = || {
-        // SAFETY: `trigram/training/adam_variance.py` holds the tensors during the call, has checked that they are
+        // SAFETY: `trigram/optimizers/adam_variance.py` holds the tensors during the call, has checked that they are
         // dense, in one order, and of this length and type; an optimizer's moments and gradients do not overlap.
         let (second, first, gradient) =
             unsafe { (slice_mut(second, n), slice(first, n), slice(gradient, n)) };

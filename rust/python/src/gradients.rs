@@ -1,5 +1,5 @@
 //! Hooks on the parameters of a model: what a backward pass calls for each gradient. Only those enter Python after which
-//! there is something to do (`trigram/training/passes.py`).
+//! there is something to do (`trigram/steps/passes.py`).
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -86,7 +86,7 @@ pub(crate) fn update_alone(
             false => &mut [],
         }
     };
-    // SAFETY: `trigram/training/sharded/rules.py` holds the tensors, dense ones of `n` float32 values that do not
+    // SAFETY: `trigram/sharded/rules.py` holds the tensors, dense ones of `n` float32 values that do not
     // overlap, during the call.
     let (gradient, weights) = unsafe {
         let gradient = std::slice::from_raw_parts(gradient as *const u8, bytes);

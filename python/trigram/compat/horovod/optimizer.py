@@ -17,10 +17,10 @@ from trigram.compat.horovod.basics import ProcessSet, global_process_set
 from trigram.compat.horovod.calls import Adasum, Average, Sum
 from trigram.compat.horovod.compression import Compression
 from trigram.errors import UnsupportedError
+from trigram.gradients.gradient_sync import GradientSync
 from trigram.model.with_bagua import with_bagua
 from trigram.model.wrapped import wrapped_models
-from trigram.training.gradient_sync import GradientSync
-from trigram.training.step_hooks import StepHooks
+from trigram.steps.step_hooks import StepHooks
 
 _ALGORITHMS = {Compression.none: None, Compression.fp16: "central/f16/sync"}
 

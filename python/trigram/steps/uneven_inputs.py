@@ -1,0 +1,166 @@
+"""Ranks with unequal numbers of inputs: what :func:`trigram.join` does.
+
+Inside the block, all ranks that still have inputs tell all ranks before each step (``announce``) which model
+makes it. A rank without inputs follows: it takes part in that step with gradients of 0, or with the weights
+it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
+from trigram.collectives.consistency import listed, tell_all
+from trigram.errors import MisuseError
+from trigram.runtime import serving
+
+
+class Prepared(Protocol):
+    """The passes of a model, see :class:`trigram.steps.passes.Passes`."""
+
+    prepared: bool
+
+    def begin(self, param: int | None) -> None:
+        """Begins a pass."""
+
+
+class Joinable(Protocol):
+    """What :class:`UnevenInputs` needs of a model's step hooks.
+
+    Attributes:
+        steps: The number of steps made.
+        idle_steps: Those of them that this rank made without inputs.
+        weights_differ: Whether ranks may hold different weights.
+        passes: The model's passes. One that is prepared has been announced to all ranks, and is not over.
+    """
+
+    steps: int
+    idle_steps: int
+    weights_differ: bool
+    groups: ModelGroups
+
+    @property
+    def passes(self) -> Prepared:
+        """See the class."""
+
+    def inputs_end(self) -> None:
+        """This rank has no inputs left; completes its last step."""
+
+    def skip_boundary(self) -> None:
+        """Counts a step that the other ranks have begun and that no rank completes."""
+
+    def step_without_inputs(self, model: nn.Module, src: int) -> None:
+        """Takes part in a step of the other ranks; ``src``: the group rank whose buffers all ranks get."""
+
+    def abort_pass(self) -> None:
+        """Aborts a pass on all ranks."""
+
+    def share_optimizers(self, model: nn.Module, longest: int) -> None:
+        """Some ranks have made fewer updates: all get the optimizers of the group rank ``longest``."""
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Ends the averaging steps under way, on all ranks."""
+
+
+class UnevenInputs:
+    """One block of :func:`trigram.join`, on one or more models of the same ranks.
+
+    Args:
+        models: The models and their hooks, in the same order on all ranks.
+        throw: All ranks raise as soon as one of them has no inputs left.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[tuple[nn.Module, Joinable]],
+        throw: bool,
+    ) -> None:
+        self.models = list(models)
+        self.throw = throw
+        self.control = models[0][1].groups.control
+        self.present = list(range(self.control.size))
+        self.at_start = [hooks.steps - hooks.idle_steps for _, hooks in models]
+
+    def announce(self, hooks: Joinable | None) -> list[int]:
+        """Tells all ranks that this one makes a step of a model, or has no inputs left (None).
+
+        Returns:
+            The group ranks that still have inputs.
+
+        Raises:
+            MisuseError: Ranks are at steps of different models; or ``throw``, and a rank has no inputs left.
+        """
+        if hooks is not None and len(self.present) < self.control.size:
+            self._check_apart(hooks)
+        number = next((k for k, (_, other) in enumerate(self.models) if other is hooks), -1)
+        told = self._tell_all(number)
+        self.present = [group_rank for group_rank, theirs in enumerate(told) if theirs >= 0]
+        self.number = max(told)
+        absent = [r for r, theirs in zip(self.control.ranks, told, strict=True) if theirs < 0]
+        if self.throw and absent and self.present:
+            if hooks is None:
+                self.models[self.number][1].skip_boundary()
+            raise MisuseError(
+                f"join: rank(s) {listed(absent)} have no more inputs, and throw_on_early_termination=True "
+                "ends the training of all ranks then"
+            )
+        if len({theirs for theirs in told if theirs >= 0}) > 1:
+            raise MisuseError(
+                "join: ranks are at steps of different models; inside join(a, b) all ranks call the models "
+                "in the same order"
+            )
+        return self.present
+
+    def _tell_all(self, number: int) -> list[int]:
+        """Each rank's number."""
+        told = torch.empty(self.control.size, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([number], device="cpu")
+        work = collectives.all_gather(told, mine, self.control, async_op=True)
+        assert work is not None
+        if number < 0:  # it trains no more: averages in the background are applied, others wait for the next
+            serving.rest(work)
+        work.wait()
+        return [int(theirs) for theirs in told]
+
+    def _check_apart(self, hooks: Joinable) -> None:
+        """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it
+        until it is aborted."""
+        under_way = [other for _, other in self.models if other is not hooks and other.passes.prepared]
+        for other in under_way:
+            other.passes.begin(None)
+            other.abort_pass()
+        if under_way:
+            raise MisuseError(
+                "join: a forward pass of one model begins before the backward pass of another is over, and a "
+                "rank has no inputs left: it takes part in one pass after the other; call backward() of the "
+                "first before the second, or make both models one module and wrap that"
+            )
+
+    @torch.no_grad()
+    def run_without_inputs(self) -> None:
+        """Takes part in the steps of the other ranks, until no rank has inputs left."""
+        for _, hooks in self.models:
+            hooks.inputs_end()
+        while self.announce(None):
+            model, hooks = self.models[self.number]
+            hooks.step_without_inputs(model, max(self.present))
+        for (model, hooks), before in zip(self.models, self.at_start, strict=True):
+            hooks.drain()
+            if not hooks.weights_differ:
+                self._share_longest(model, hooks, before)
+
+    def _share_longest(self, model: nn.Module, hooks: Joinable, before: int) -> None:
+        """All ranks get weights, buffers and optimizers of the rank that trained longest; of several, the
+        last."""
+        made = hooks.steps - hooks.idle_steps - before
+        counts = [count for (count,) in tell_all([made], hooks.groups.control)]
+        longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
+        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, hooks.groups.control)
+        if min(counts) < max(counts):
+            hooks.share_optimizers(model, longest)

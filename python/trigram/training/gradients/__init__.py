@@ -1,1 +1,0 @@
-"""What a backward pass does with a model's gradients: buckets, what they pass, averages."""

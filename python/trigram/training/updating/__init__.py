@@ -1,6 +1,0 @@
-"""Who updates the weights of a model whose gradients are averaged, and when.
-
-What lives here: what step hooks call around passes and steps (``updates``), updates in backward
-(``fused_updates``), and what an optimizer's groups hold and hide meanwhile. Uses: ``training`` around it, and
-what that may use.
-"""

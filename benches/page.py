@@ -50,7 +50,7 @@ def machine() -> str:
         "unknown processor",
     )
     commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ["git", "rev-parse", "--short=12", "HEAD"], check=False, cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     return (
         f"{os.cpu_count()} cores of {cpu}, Linux {os.uname().release}, Python {sys.version.split()[0]}, "
@@ -62,7 +62,13 @@ def run(command: str, env: dict[str, str]) -> str:
     """What a command printed, and how it ended."""
     load, started = os.getloadavg()[0], time.monotonic()
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+        ["bash", "-c", command],
+        check=False,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+        text=True,
     )
     took = time.monotonic() - started
     ended = "" if done.returncode == 0 else f", FAILED with exit code {done.returncode}"

@@ -118,9 +118,10 @@ def _abort(rank: int, world: int) -> None:
         work = dist.all_reduce(torch.ones(1), group=other, async_op=True)
         time.sleep(0.2)
         other.abort()
+        flag("aborted")
         says(raises(RuntimeError, work.wait), "abort")
     else:
-        time.sleep(0.5)
+        await_flag("aborted")
         says(raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1), group=other)), "abort")
     raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1), group=other))
     t = torch.ones(1)

@@ -87,9 +87,10 @@ def test_who_is_not_started_again_stays_away(tmp_path: Path) -> None:
 def test_who_does_not_end_hangs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('I wait', flush=True)\ntime.sleep(60)\n")
-    with Chaos(
-        Settings([sys.executable, str(script)], 2, 0, 1.0, 0.2, ["pause"], settle=0.0, patience=1.0)
-    ) as chaos:
+    settings = Settings(
+        [sys.executable, str(script)], 2, 0, 1.0, 0.2, ["pause"], settle=0.0, patience=patience.seconds(3)
+    )
+    with Chaos(settings) as chaos:
         report = chaos.run()
     assert report.hung == [0, 1] and not report.survived
     assert "HUNG      rank 0: I wait" in str(report)

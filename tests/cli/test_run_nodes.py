@@ -52,7 +52,9 @@ for step in range(trigram.stats(net)["steps"], 100_000):
     net(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     now = trigram.world_size()
-    pathlib.Path(f"rank{rank}of{now}").write_text(str(os.getpid()))
+    whole = pathlib.Path(f"rank{rank}of{now}")  # whoever reads it finds all of it
+    whole.with_suffix(".new").write_text(str(os.getpid()))
+    whole.with_suffix(".new").replace(whole)
     if rank in sys.argv[1:] and pathlib.Path("fail").exists():
         raise SystemExit("it fails for good")
     if all(trigram.elastic_all_gather(pathlib.Path("over").exists())):

@@ -186,10 +186,12 @@ def a_timeout_names_all(rank: int, world: int) -> None:
             raises(trigram.TimeoutError, trigram.recv, torch.zeros(7), group=group),
             *map(str, range(1, world)),
         )
+        group.timeout = 60
         trigram.barrier()
         for _ in range(world - 1):
             trigram.recv(torch.zeros(7), group=group)  # what was given up took no message
     else:
+        group.timeout = 60
         trigram.barrier()
         trigram.send(torch.zeros(7), 0, group=group)
 
@@ -255,9 +257,11 @@ def _leaves(rank: int, world: int) -> None:
     """Ranks that have sent all they had may go: an error only when nobody is left."""
     trigram.init()
     if rank:
-        time.sleep(0.3 * rank)
+        if rank > 1:
+            await_flag(f"left-{rank - 1}")
         trigram.send(torch.tensor([float(rank)]), 0)
         trigram.shutdown()
+        flag(f"left-{rank}")
         return
     t = torch.zeros(1)
     assert [trigram.recv(t) for _ in range(world - 1)] == list(range(1, world))

@@ -187,7 +187,7 @@ def test_a_call_that_waits_for_room_in_the_stream_ends_when_a_rank_dies() -> Non
 def _never_comes(rank: int, world: int) -> tuple[str, str, float]:
     trigram.init(op_timeout=1.0)
     x = torch.ones(1000)
-    trigram.all_reduce(x)
+    trigram.all_reduce(x, timeout=30.0)
     if rank == 1:
         await_flag("told")
         late = _error(lambda: trigram.all_reduce(x))
@@ -211,13 +211,14 @@ def _is_stuck(rank: int, world: int) -> list[tuple[str, str, float]]:
     """All make the call, and NCCL does not get on with it on rank 1."""
     trigram.init(op_timeout=1.0)
     x = torch.ones(1000)
-    trigram.all_reduce(x)
+    trigram.all_reduce(x, timeout=30.0)
     if rank == 1:
         os.environ["STANDIN_STUCK"] = "1"
-    trigram.barrier()
+    trigram.barrier(timeout=30.0)
     told = [_error(lambda: trigram.all_reduce(x))]
     os.environ.pop("STANDIN_STUCK", None)
-    told.append(_error(lambda: trigram.all_reduce(x.fill_(1.0))))  # over a new communicator
+    # Over a new communicator; another rank may hear of the failure later.
+    told.append(_error(lambda: trigram.all_reduce(x.fill_(1.0), timeout=30.0)))
     assert x[0] == world
     return told
 
@@ -462,7 +463,8 @@ def test_a_failure_inside_a_host_reaches_the_other_hosts(several_hosts: None) ->
     results = run(4, _fails_inside_a_host, transport="auto", hosts=[0, 0, 1, 1], env=env, timeout=60)
     for rank, (told, after) in enumerate(results):
         assert told[0] == ("TrigramError" if rank == 1 else "AbortedError"), results
-        assert "on purpose" in told[1] and told[2] < LIMIT and after[0] == "nothing", results
+        assert "on purpose" in told[1] and told[2] < patience.seconds(LIMIT), results
+        assert after[0] == "nothing", results
 
 
 def _trains_and_dies(rank: int, world: int) -> Any:
@@ -473,8 +475,10 @@ def _trains_and_dies(rank: int, world: int) -> Any:
     for step in range(50):
         optimizer.zero_grad()
         loss = model(torch.ones(4, 50)).square().mean()
+        flag(f"step-{step}-of-{rank}")
         if rank == 1 and step == 5:
-            time.sleep(0.5)  # the others have ended the step before
+            for other in (0, 2):  # they have ended the step before
+                await_flag(f"step-5-of-{other}")
             os.kill(os.getpid(), signal.SIGKILL)
         before = [p.detach().clone() for p in model.parameters()]
         try:

@@ -88,12 +88,13 @@ def test_a_stage_that_lasts_too_long_does_not_keep_others_from_running(
     monkeypatch.setattr(report, "STAGES", stages)
     monkeypatch.setattr(report, "NAMES", [s.name for s in stages])
     monkeypatch.setattr(report, "unpack", lambda: None)
-    argv = ["gpu_report", "--stages", "slow quick broken skipped", "--limit", "2", "--out", str(tmp_path)]
+    limit = str(round(patience.seconds(2)))
+    argv = ["gpu_report", "--stages", "slow quick broken skipped", "--limit", limit, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     assert report.main() == 1
     assert "quick: passed" in capsys.readouterr().out
     page = (tmp_path / "report.md").read_text()
-    assert "| slow | slow | ended after 2 s |" in page and "| quick | quick | passed |" in page
+    assert f"| slow | slow | ended after {limit} s |" in page and "| quick | quick | passed |" in page
     assert "| broken | broken | failed (exit code 1) |" in page and "ZeroDivisionError" in page
     assert "| skipped | skipped | failed (all tests were skipped) |" in page
     assert page.count("| so far | 0.5 x | 0.7 | no |") == 2  # what the slow one had found is kept

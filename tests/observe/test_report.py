@@ -119,9 +119,10 @@ def over_torch(rank: int, world: int, kind: str, plant: str) -> list[str]:
         else:
             fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        late = patience.seconds(0.15)
         for _ in range(STEPS):
             if rank == 1 and plant == "input":
-                time.sleep(0.15)
+                time.sleep(late)
             optimizer.zero_grad()
             loss = model(torch.randn(8, 64)).square().mean()
             if rank == 1 and plant == "compute":
@@ -186,7 +187,8 @@ def test_steps_are_counted_where_hooks_are_not_called(kind: str, tmp_path: Path)
     run(2, without_hooks, kind, env={"TRIGRAM_REPORT": str(tmp_path)}, timeout=120)
     rows = figures.read(tmp_path)
     assert all((row.model, row.steps >= STEPS - 3) == ("Sequential", True) for row in rows), rows
-    assert all(row.mean["input"] < 0.2 * row.mean["step"] for row in rows), report.text(rows)
+    # The median: one step may have lost its core between two calls.
+    assert all(row.median["input"] < 0.2 * row.median["step"] for row in rows), report.text(rows)
 
 
 class Slow(torch.autograd.Function):
@@ -208,6 +210,7 @@ def loop(rank: int, world: int, style: str) -> None:
     """A loop of this style; the input of rank 1 is slow."""
     # Where nobody is late, a step must be long beside what a busy machine takes to wake three ranks.
     slow = 0.06 if style == "late start" else 0.02
+    late = patience.seconds(0.04)  # so is this beside what others lose meanwhile
     torch.manual_seed(0)
     nets = [trigram.with_bagua(nn.Linear(64, 64)) for _ in range(2 if style == "two models" else 1)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
@@ -216,7 +219,7 @@ def loop(rank: int, world: int, style: str) -> None:
             optimizer.zero_grad()
             for micro in range(3 if style == "accumulation" else 1):
                 if rank == 1 and k == 0 and (style != "late start" or step == 0):
-                    time.sleep(0.5 if style == "late start" else 0.04)
+                    time.sleep(0.5 if style == "late start" else late)
                 if style == "barrier":
                     trigram.barrier()
                 with (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,22 +57,25 @@ def test_which_model_is_shown() -> None:
     assert steps.latest() is None and steps.longest() is teacher
 
 
-def test_what_another_model_computes_is_no_input() -> None:
+def test_what_another_model_computes_is_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models take turns, as those of a GAN: the first waits for the second between its steps, and not for
     its input."""
+    passed = [0]
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic_ns=lambda: passed[0]))
     first, second = steps.StepTimes("Generator"), steps.StepTimes("Discriminator")
     for _ in range(5):
         for phase in (steps.FORWARD, steps.BACKWARD, steps.OPTIMIZER, steps.INPUT):
             first.enter(phase)
         for phase in (steps.FORWARD, steps.BACKWARD, steps.OPTIMIZER):
             second.enter(phase)
-            time.sleep(0.01)
+            passed[0] += 10_000_000
         second.enter(steps.INPUT)
-        time.sleep(0.005)  # the input of both
+        passed[0] += 5_000_000  # the input of both
     first.enter(steps.FORWARD)
     found = first.summary()
     assert found["step"]["count"] == 4
-    assert 0.005 <= found["input"]["median"] < 0.015 and found["other"]["median"] >= 0.03, found
+    assert found["input"]["median"] == pytest.approx(0.005), found
+    assert found["other"]["median"] == pytest.approx(0.03), found
     first.close()
     second.close()
 

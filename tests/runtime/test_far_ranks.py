@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import trigram
-from tests.support import netns
+from tests.support import netns, patience
 from tests.support.checks import init_refuses, raises, says
 from tests.support.harness import Ranks, flag, run, scratch, until
 from trigram.runtime import far_links
@@ -110,9 +110,9 @@ def _dies(rank: int, world: int, victim: int, number: int = signal.SIGKILL) -> i
     if rank == victim:
         time.sleep(0.5)  # what it passes on for others has arrived
         os.kill(os.getpid(), number)
-    began = time.monotonic()
+    limit = patience.Limit(30)
     try:
-        while time.monotonic() - began < 30:
+        while not limit.is_over():
             trigram.all_reduce(t)
     except trigram.PeerLostError as error:
         return error.rank
@@ -183,7 +183,7 @@ def test_who_dies_behind_a_relay_or_is_it_is_named(several_hosts: None, victim: 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_is_stopped_behind_a_relay_or_is_it_is_named(several_hosts: None, victim: int) -> None:
     """If the relay is silent, so are those behind it; they are not to be blamed."""
-    args, env = (victim, signal.SIGSTOP), {"TRIGRAM_SILENCE": "1.2"}
+    args, env = (victim, signal.SIGSTOP), {"TRIGRAM_SILENCE": patience.silence(1.2)}
     with Ranks(4, _lost_through_a_relay, *args, transport="auto", hosts=[0, 1, 2, 3], env=env) as ranks:
         others = [rank for rank in range(4) if rank != victim]
         until(lambda: not ranks.hear(0.1) or all(ranks.ranks[r].answer for r in others), 40)
@@ -292,7 +292,7 @@ def _walled(rank: int, world: int) -> str:
 
 def test_a_firewall_that_drops_one_direction_meanwhile(several_hosts: None) -> None:
     """Each rank names the other, and says for how long it has heard nothing, or that it was evicted."""
-    env = {"TRIGRAM_SILENCE": "1.5"}
+    env = {"TRIGRAM_SILENCE": patience.silence(1.5)}
     with Ranks(2, _walled, transport="auto", hosts=[0, 1], env=env) as ranks:
         until(lambda: all((ranks.dir / f"flag-met {rank}").exists() for rank in (0, 1)), 30.0)
         with netns.one_way(1):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trigram
+from tests.support import patience
 from tests.support.harness import run
 from tests.support.threads import as_threads, returned
 from trigram.data import BalancedBatchSampler
@@ -106,7 +107,7 @@ def _one_raises(rank: int, world: int) -> tuple[str, float]:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_who_raises_is_missed_at_once(transport: str) -> None:
     [(text, seconds)] = run(1, _one_raises, transport=transport)
-    assert text == "planned, of the test" and seconds < 5
+    assert text == "planned, of the test" and seconds < patience.seconds(5)
 
 
 def _outside(rank: int, world: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import trigram
 from tests.runtime.test_far_ranks import _collectives
 from tests.support import patience
-from tests.support.harness import Ranks, run, say
+from tests.support.harness import Ranks, run, say, until
 
 MUCH = 3_000_017
 """Values, of which each message has 512 KiB, and a remainder."""
@@ -123,13 +123,13 @@ def _gives_up(rank: int, world: int, how: str) -> str:
     trigram.init()
     limited = trigram.new_group(range(world), timeout=1.5 if how == "timeout" else 600)
     t = torch.ones(20_000_000)
-    trigram.all_reduce(t, group=limited)
+    trigram.all_reduce(t, group=limited, timeout=600)
     trigram.barrier()
     say(os.getpid())
     said = ""
     if rank == 0 and how == "interrupt":
-        signal.setitimer(signal.ITIMER_REAL, 1.5)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.5)
     try:
         for _ in range(1000):
             t.fill_(1.0)
@@ -206,9 +206,10 @@ def _stands_still(rank: int, world: int, how: str) -> tuple[str, float]:
     said, spent = "", 0.0
     if rank == 1:
         trigram.recv(t, 0)
+        t.zero_()
         work = trigram.recv(t, 0, group=limited, async_op=True)
-        time.sleep(0.01)
         say("stops")
+        until(lambda: t[0] == 1)  # the first of it has come
         os.kill(os.getpid(), signal.SIGSTOP)
         with pytest.raises(trigram.TrigramError):
             work.wait()

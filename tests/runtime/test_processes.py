@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 import trigram
 from tests.support import patience
 from tests.support.checks import close, equal
-from tests.support.harness import await_flag, flag, run, scratch
+from tests.support.harness import await_flag, flag, free_port, run, scratch
 from tests.support.marks import long
-from trigram.runtime.launch import free_port
 
 
 def _mute_store() -> None:
@@ -90,7 +89,7 @@ def _ctrl_c(rank: int, world: int, what: str) -> float:
 @pytest.mark.parametrize("what", list(WAITS))
 def test_ctrl_c_ends_a_wait(what: str, transport: str) -> None:
     """PY-3. The bound is no performance: a wait that notices signals only at its end fails."""
-    assert max(run(2, _ctrl_c, what, transport=transport, timeout=30)) < 2.0
+    assert max(run(2, _ctrl_c, what, transport=transport, timeout=30)) < patience.seconds(2)
 
 
 def _sockets() -> set[str]:

@@ -91,7 +91,7 @@ impl Receiver for Damaged<Box<dyn Receiver>> {
 }
 
 fn engines(fates: &[Fate]) -> Vec<Arc<Engine>> {
-    common::engines(fates.len(), Duration::from_millis(1200), |(out, inn), from, to| {
+    common::engines(fates.len(), common::patient(Duration::from_millis(1200)), |(out, inn), from, to| {
         (Box::new(Damaged(out, fates[from].clone())), Box::new(Damaged(inn, fates[to].clone())))
     })
 }

@@ -14,6 +14,16 @@ use trigram_engine::transport::stream::{Receiver, Sender};
 /// The two ends of a connection.
 pub(crate) type Ends = (Box<dyn Sender>, Box<dyn Receiver>);
 
+/// As long as what takes so long on a machine that does nothing else takes now.
+#[allow(dead_code)] // each test is a crate of its own, and not all use it
+pub(crate) fn patient(quiet: Duration) -> Duration {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let mut loads = load.split([' ', '/']).map(|each| each.parse().unwrap_or(0.0));
+    let (average, running) = (loads.next().unwrap_or(0.0), loads.nth(2).unwrap_or(0.0));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
+    quiet.mul_f64((f64::max(average, running) / cores).max(1.0))
+}
+
 /// Engines of `n` ranks, of which one is lost after `limit` without a heartbeat; `wrap` gets the ends of each connection,
 /// and the ranks it leads from and to.
 pub(crate) fn engines(

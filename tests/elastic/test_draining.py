@@ -606,6 +606,7 @@ def test_an_address_that_does_not_answer_is_asked_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(notices.logs, "warning", lines.append)
     where = f"http://127.0.0.1:{free_port()}/x"
     notice = notices.Notice(where, told.append)
+    until(lambda: lines)
     time.sleep(0.3)
     notice.stop()
     assert told == [] and len(lines) == 1 and where in lines[0], lines

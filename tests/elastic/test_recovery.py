@@ -319,9 +319,9 @@ def test_what_cannot_be_elastic() -> None:
         ranks.results(60)
 
 
-def _waits_for_slow_neighbour(rank: int, world: int, algorithm: str) -> str:
+def _waits_for_slow_neighbour(rank: int, world: int, algorithm: str, limit: float) -> str:
     """Rank 1 does not come to its second step before rank 0 has an error."""
-    trigram.init(elastic=True, op_timeout=1.0)
+    trigram.init(elastic=True, op_timeout=limit)
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net = trigram.with_bagua(net, algorithm, optimizer=optimizer, elastic=True, overlap=False)
@@ -342,5 +342,5 @@ def _waits_for_slow_neighbour(rank: int, world: int, algorithm: str) -> str:
 @pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized"])
 def test_op_timeout_ends_a_wait_for_a_neighbour(algorithm: str) -> None:
     """The wait asks now and then whether ranks regroup; that question's timeout is not the message's."""
-    text, _ = run(2, _waits_for_slow_neighbour, algorithm, timeout=90)
+    text, _ = run(2, _waits_for_slow_neighbour, algorithm, patience.seconds(1.0), timeout=90)
     says(text, "timed out after", "rank 1")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import trigram
+from tests.support import patience
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import awaited, backward, come, loss_of, model
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say, scratch
@@ -32,6 +33,16 @@ def _optimizer(net: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
 def _weights(net: torch.nn.Module) -> torch.Tensor:
     """All of them, of this rank's replica."""
     return torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])
+
+
+def _await_all(step: int) -> None:
+    """Until all members have said that they have made this step: what they have seen of it is of that time.
+    Not for ever: one of them may have died."""
+    limit = patience.Limit(5)
+    while not limit.is_over():
+        if all((scratch() / f"flag-did-{r}-{step}").exists() for r in current()[1].ranks):
+            return
+        time.sleep(0.01)
 
 
 def _inner(rank: int, life: int) -> Any:
@@ -106,7 +117,7 @@ def _trains(
             if (drains or {}).get(rank) == step:
                 trigram.drain()
             if mine:
-                time.sleep(0.5)  # all others have counted the step before
+                _await_all(step - 1)
             if mine and where == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = loss_of(net, step, rank)
@@ -121,13 +132,14 @@ def _trains(
             trigram.step(shards)
             ema.update()
             history.append(tuple(trigram.stats(shards)["ranks"]))
+            flag(f"did-{rank}-{step}")
             say(("did", step))
             time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
     except (trigram.PeerLostError, RuntimeError) as error:
         return {"error": str(error), "history": history}
     except SystemExit:
         return {"left": True, "history": history}
-    time.sleep(0.5)  # all others have looked who made the last step
+    _await_all(steps - 1)
     assert net.count.tolist() == [steps] * 3
     return {
         "weights": _weights(net),
@@ -324,7 +336,7 @@ def _in_parts(
             if (drains or {}).get(rank) == step:
                 trigram.drain()
             if mine:
-                time.sleep(0.5)
+                _await_all(step - 1)
             if mine and where == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = loss_of(net, step, rank // SIZE)
@@ -332,13 +344,14 @@ def _in_parts(
             backward(net, loss, where, mine, world if step in (dies or {}).values() else 0)
             trained.append(tuple(sorted({r // SIZE for r in current()[1].training()})))
             opt.step()
+            flag(f"did-{rank}-{step}")
             say(("did", step))
             time.sleep(0.5 if steps - step <= 50 and awaited() else 0.0)
     except (trigram.PeerLostError, RuntimeError) as error:
         return {"error": str(error)}
     except SystemExit:
         return {"left": True}
-    time.sleep(0.5)
+    _await_all(steps - 1)
     return {"weights": [p.detach() for p in net.parameters()], "trained": trained, "first": first}
 
 

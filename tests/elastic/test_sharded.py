@@ -314,6 +314,7 @@ def test_deaths_at_random_times(seed: int, transport: str) -> None:
     world, steps, draw = 4, 400, random.Random(seed)
     arguments = (steps, None, 0.002)
     with Ranks(world, train, *arguments, transport=transport) as ranks:
+        (ranks.dir / "flag-comes-99").touch()  # somebody is to come until all have
         await_step(ranks, 0, 3)
         for _ in range(3):
             victim = draw.randrange(world)
@@ -327,6 +328,7 @@ def test_deaths_at_random_times(seed: int, transport: str) -> None:
                 ),
                 60,
             )
+        (ranks.dir / "flag-entered-99").touch()
         results = ranks.results(120)
     for r in range(world):
         assert results[r]["steps"] == steps and results[r]["history"][-1] == (0, 1, 2, 3)

@@ -15,6 +15,7 @@ import torch
 import trigram
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import (
+    awaited,
     backward,
     batch,
     come,
@@ -68,7 +69,7 @@ def _trains(
             places.append((trigram.rank(), trigram.world_size(), trigram.is_spare()))
             opt.step()
             say(("did", step))
-            time.sleep(pause)
+            time.sleep(0.5 if steps - step <= 70 and awaited() else pause)
     except SystemExit:
         pass
     return {"weights": weights(net), "trained": trained, "places": places, "first": first}
@@ -179,6 +180,7 @@ def _joins_later(rank: int, world: int, steps: int, spares: list[int], dies: dic
         time.sleep(0.3)
     else:
         os.environ["WORLD_SIZE"] = "2"
+        flag("comes-2")
     return _trains(rank, 3, steps, spares, dies, pause=0.01)
 
 
@@ -272,6 +274,7 @@ def _joins_a_median(rank: int, world: int, steps: int) -> dict[str, Any]:
         time.sleep(0.3)
     else:
         os.environ["WORLD_SIZE"] = "2"
+        flag("comes-2")
     trigram.init(elastic=True)
     net = model()
     opt = optimizer(net)
@@ -285,7 +288,7 @@ def _joins_a_median(rank: int, world: int, steps: int) -> dict[str, Any]:
         torch.nn.functional.cross_entropy(net(x), y).backward()
         members.append(tuple(trigram.stats(net)["ranks"]))
         opt.step()
-        time.sleep(0.02)
+        time.sleep(0.5 if steps - step <= 50 and awaited() else 0.02)
     return {"weights": weights(net), "members": members}
 
 
@@ -367,7 +370,7 @@ def _counts(rank: int, world: int, again: bool, ends: list[int], spares: list[in
         opt.step()
         seen.append(round(before - float(net.weight), 6))
         say(("did", step))
-        time.sleep(0.01)
+        time.sleep(0.5 if step >= 250 and awaited() else 0.01)
     return seen
 
 

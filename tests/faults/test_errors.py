@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import itertools
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,7 +278,7 @@ def test_wait_with_a_timeout(transport: str) -> None:
 
 def _op_timeout(rank: int, world: int) -> str | None:
     trigram.init(op_timeout=1.0)
-    trigram.barrier()
+    trigram.barrier(timeout=30)
     text = None
     if rank != 1:
         text = raises(trigram.TimeoutError, trigram.all_reduce, torch.ones(10))
@@ -301,14 +302,15 @@ class _Interrupt(BaseException):
     """Of no class of ours, as KeyboardInterrupt."""
 
 
-def _stopped(rank: int, world: int, raised: BaseException) -> str:
+def _stopped(rank: int, world: int, raised: BaseException, has_waited: threading.Event) -> str:
     """Rank 1 stops waiting for rank 2, which comes late; rank 0 waits for both. What each was told."""
 
     def look() -> None:
+        has_waited.set()
         raise raised
 
     if rank == 2:
-        time.sleep(0.3)
+        assert has_waited.wait(20)
     try:
         with serving.looking(look) if rank == 1 else contextlib.nullcontext():
             trigram.all_reduce(torch.ones(1003))
@@ -327,7 +329,7 @@ def _stopped(rank: int, world: int, raised: BaseException) -> str:
 )
 def test_the_others_are_told_why_a_rank_has_stopped_waiting(raised: BaseException, reason: str) -> None:
     """An elastic job knows by the reason what to do, see trigram.elastic.membership.why_aborted."""
-    told = returned(as_threads(3, _stopped, raised))
+    told = returned(as_threads(3, _stopped, raised, threading.Event()))
     says(told[1], reason)
     for rank in (0, 2):
         says(told[rank], "AbortedError", "rank 1 stopped waiting for this call", reason)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trigram
-from tests.support import netns
+from tests.support import netns, patience
 from tests.support.checks import raises, says
 from tests.support.harness import Ranks, await_flag, flag, run, say
 from tests.support.marks import long
@@ -63,7 +63,7 @@ def leaves(rank: int, world: int) -> float:
 
 def test_a_peer_that_takes_nothing_holds_up_nobody_for_long(several_hosts: None) -> None:
     cable = ["ip", "-n", netns._switch(), "link", "set", "port1"]
-    env = {"TRIGRAM_SILENCE": "2"}
+    env = {"TRIGRAM_SILENCE": patience.silence(2)}
     with netns.limited(RATES), Ranks(2, leaves, transport="auto", hosts=[0, 1], env=env) as ranks:
         ranks.await_said(0, "sent")
         subprocess.run([*cable, "down"], check=True)
@@ -73,5 +73,5 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_for_long(several_hosts: None)
             log = ranks.log(0)
         finally:
             subprocess.run([*cable, "up"], check=True)
-    assert 1 < took < 20
+    assert 1 < took < patience.seconds(20)
     says(log, "rank 0 leaves, and rank 1 has not received the last", "bytes")

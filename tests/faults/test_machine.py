@@ -22,7 +22,7 @@ import torch
 
 import trigram
 from tests.faults.test_liveness import gave_up, paused
-from tests.support import cgroups
+from tests.support import cgroups, patience
 from tests.support.checks import raises, says
 from tests.support.harness import ROOT, Died, Ranks, await_flag, flag, say, until
 from tests.support.marks import long
@@ -343,9 +343,13 @@ def test_a_clock_that_jumps_by_hours_decides_nothing(tmp_path: Path, transport: 
     script.write_text(CLOCKED)
     clock = tmp_path / "clock"
     clock.write_bytes(bytes(8))
-    own = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2", "PYTHONPATH": f"{ROOT}:{ROOT}/python"}
+    own = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": patience.silence(1.2)}
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT}/python"}
     env = (
-        job_environment(3) | own | {"LD_PRELOAD": str(shim), "CLOCK_JUMP": str(clock), "OMP_NUM_THREADS": "1"}
+        job_environment(3)
+        | own
+        | paths
+        | {"LD_PRELOAD": str(shim), "CLOCK_JUMP": str(clock), "OMP_NUM_THREADS": "1"}
     )
     logs = [tmp_path / f"rank{r}" for r in range(3)]
     processes: list[subprocess.Popen[bytes]] = []

@@ -15,6 +15,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import trigram
+from tests.support import patience
 from tests.support.harness import ROOT, Ranks, await_flag, flag, say, scratch, until
 
 pytestmark = pytest.mark.waits
@@ -305,7 +306,8 @@ DONE_TO = {
 @pytest.mark.parametrize("key", list(DONE_TO), ids=lambda key: key[1].replace(" ", "-"))
 def test_what_is_done_to_ranks(key: tuple[str, str]) -> None:
     transport, number = DONE_TO[key]
-    with Ranks(WORLD, outcome, key, transport=transport, env={"TRIGRAM_SILENCE": "1.2"}) as ranks:
+    env = {"TRIGRAM_SILENCE": patience.silence(1.2)}
+    with Ranks(WORLD, outcome, key, transport=transport, env=env) as ranks:
         for r in range(WORLD):
             ranks.await_said(r, "in the loop")
         time.sleep(0.3)

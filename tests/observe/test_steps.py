@@ -60,7 +60,7 @@ def test_which_model_is_shown() -> None:
 def test_what_another_model_computes_is_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models take turns, as those of a GAN: the first waits for the second between its steps, and not for
     its input."""
-    passed = [0]
+    passed = [1]
     monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic_ns=lambda: passed[0]))
     first, second = steps.StepTimes("Generator"), steps.StepTimes("Discriminator")
     for _ in range(5):

@@ -215,16 +215,17 @@ def test_lines_of_two_ranks_do_not_mix(
 
 RAISES = """
 import atexit
+FAILED = __file__ + ".failed"
 rank = os.environ["RANK"]
 if rank == "1":
     # It ends after the others, which begin to fail once its traceback is written.
     atexit.register(time.sleep, 1.0)
-    atexit.register(open, "failed", "w")
+    atexit.register(open, FAILED, "w")
     try:
         [][1]
     except IndexError as error:
         raise RuntimeError("planned") from error
-while not os.path.exists("failed"):
+while not os.path.exists(FAILED):
     time.sleep(0.01)
 time.sleep(0.4)
 raise ValueError(f"rank 1 is gone, says {rank}")
@@ -254,8 +255,9 @@ def test_a_rank_that_is_killed_and_one_that_fails_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = "rank = os.environ['RANK']\nfor i in range(50): print(rank, 'says', i, flush=True)\n"
-    script += "if rank == '0':\n    open('failed', 'w')\n    os.abort()\n"
-    script += "while not os.path.exists('failed'):\n    time.sleep(0.01)\ntime.sleep(0.5)\nsys.exit('lost')"
+    script = "FAILED = __file__ + '.failed'\n" + script
+    script += "if rank == '0':\n    open(FAILED, 'w')\n    os.abort()\n"
+    script += "while not os.path.exists(FAILED):\n    time.sleep(0.01)\ntime.sleep(0.5)\nsys.exit('lost')"
     launch.launch(2, _script(tmp_path, script), show="all")
     said = capfd.readouterr().err
     says(said, "rank 0 was ended by the signal SIGABRT", "rank 1 failed with exit code 1")

@@ -76,13 +76,16 @@ impl AgreedRates {
             (Some(now), Some(last)) if aided => Some(now.max(FADES * last)),
             (now, last) => now.or(last),
         };
-        self.at = Some(Instant::now());
+        // What is too little for a rate is not lost: the next one counts it too.
+        if measured.is_some() {
+            self.at = Some(Instant::now());
+        }
         self.previous = self.declaration.replace(call);
         self.receive(call, rank, self.last);
         self.last
     }
 
-    /// When this rank last declared a rate.
+    /// When this rank last declared what it had measured.
     pub fn since(&self) -> Option<Instant> {
         self.at
     }
@@ -197,6 +200,16 @@ mod tests {
         assert!(b.links().rates.is_empty() && !b.is_first(EPOCH - 1));
         assert_eq!(declare(&mut b, EPOCH + 1, [3.0, 3.0, 3.0]), Some(true));
         assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn what_was_too_little_to_measure_counts_for_the_next_declaration() {
+        let mut b = AgreedRates::default();
+        assert_eq!((b.declare(0, 0, None, false), b.since()), (None, None));
+        assert_eq!(b.declare(EPOCH, 0, Some(2.0), false), Some(2.0));
+        let since = b.since();
+        assert!(since.is_some());
+        assert_eq!((b.declare(2 * EPOCH, 0, None, false), b.since()), (Some(2.0), since));
     }
 
     #[test]

@@ -18,6 +18,10 @@ const LEAST: u64 = 512 << 10;
 /// Bytes that this rank moves between two looks at the counters, at least.
 const LOOK: u64 = 128 << 10;
 
+/// So many windows, and bytes in them as in so many of the least, a rate takes. Fewer tell nothing: ranks begin a step at
+/// different times, and a declaration may fall due just then. And a link that is idle has windows too.
+const ENOUGH: usize = 8;
+
 /// The most windows that are remembered.
 const KEPT: usize = 1024;
 
@@ -26,8 +30,18 @@ const KEPT: usize = 1024;
 pub struct RateMeter {
     began: Option<(Instant, u64, u64)>,
     looked: u64,
-    /// When each ended, and bytes per second inward and outward.
-    windows: VecDeque<(Instant, f64, f64)>,
+    windows: VecDeque<Window>,
+}
+
+/// What went through the link in one window, which ended at this moment.
+#[derive(Debug)]
+struct Window {
+    ended: Instant,
+    /// In the direction in which there were more.
+    bytes: u64,
+    /// Bytes per second.
+    inward: f64,
+    outward: f64,
 }
 
 impl RateMeter {
@@ -59,7 +73,11 @@ impl RateMeter {
             if self.windows.len() == KEPT {
                 self.windows.pop_front();
             }
-            self.windows.push_back((now, inn as f64 / seconds, gone as f64 / seconds));
+            let (inward, outward) = (inn as f64 / seconds, gone as f64 / seconds);
+            // What goes one way alone, as a broadcast does, shows nothing of the other.
+            if inn.min(gone) >= inn.max(gone) / 4 {
+                self.windows.push_back(Window { ended: now, bytes: inn.max(gone), inward, outward });
+            }
         }
         self.began = Some((now, inn, gone));
     }
@@ -67,13 +85,51 @@ impl RateMeter {
     /// Bytes per second that the link carried in the best tenth of the windows that ended after `since`, in the
     /// slower direction; `None` if there was too little traffic to tell.
     pub fn rate(&self, since: Option<Instant>) -> Option<f64> {
-        let windows = || self.windows.iter().rev().take_while(|w| since.is_none_or(|s| w.0 > s));
+        let windows = || self.windows.iter().rev().take_while(|w| since.is_none_or(|s| w.ended > s));
+        let bytes: u64 = windows().map(|w| w.bytes).sum();
+        if windows().count() < ENOUGH || bytes < ENOUGH as u64 * LEAST {
+            return None;
+        }
         let best = |mut rates: Vec<f64>| {
             rates.sort_unstable_by(|a, b| b.total_cmp(a));
             rates.get(rates.len() / 10).copied()
         };
         let (inward, outward) =
-            (best(windows().map(|w| w.1).collect()), best(windows().map(|w| w.2).collect()));
+            (best(windows().map(|w| w.inward).collect()), best(windows().map(|w| w.outward).collect()));
         inward.zip(outward).map(|(a, b)| a.min(b)).filter(|rate| *rate > 0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a meter knows after windows of 10 ms, in which so many bytes went in; out went half as many.
+    fn after(windows: &[u64]) -> (RateMeter, Vec<Instant>) {
+        let (mut meter, mut now, mut ends) = (RateMeter::default(), Instant::now(), Vec::new());
+        for &bytes in windows {
+            now += Duration::from_millis(10);
+            let (inward, outward) = (bytes as f64 * 100.0, bytes as f64 * 50.0);
+            meter.windows.push_back(Window { ended: now, bytes, inward, outward });
+            ends.push(now);
+        }
+        (meter, ends)
+    }
+
+    #[test]
+    fn the_slower_direction_of_the_best_tenth_counts() {
+        let mut windows = [LEAST; 20];
+        windows[7] = 9 * LEAST;
+        windows[8] = 3 * LEAST;
+        windows[11] = 2 * LEAST;
+        assert_eq!(after(&windows).0.rate(None), Some(2.0 * LEAST as f64 * 50.0));
+    }
+
+    #[test]
+    fn too_little_tells_nothing() {
+        let (meter, ends) = after(&[LEAST; ENOUGH + 3]);
+        assert!(meter.rate(None).is_some() && meter.rate(Some(ends[2])).is_some());
+        assert_eq!(meter.rate(Some(ends[3])), None, "a step has just begun");
+        assert_eq!(after(&[LEAST / 20; 100]).0.rate(None), None, "nobody needs the link");
     }
 }

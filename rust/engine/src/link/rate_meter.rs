@@ -69,17 +69,24 @@ impl RateMeter {
             if inn.max(gone) < LEAST && now - at < 100 * WINDOW {
                 return;
             }
-            let seconds = (now - at).as_secs_f64();
-            if self.windows.len() == KEPT {
-                self.windows.pop_front();
-            }
-            let (inward, outward) = (inn as f64 / seconds, gone as f64 / seconds);
-            // What goes one way alone, as a broadcast does, shows nothing of the other.
-            if inn.min(gone) >= inn.max(gone) / 4 {
-                self.windows.push_back(Window { ended: now, bytes: inn.max(gone), inward, outward });
-            }
+            self.note(now, now - at, inn, gone);
         }
         self.began = Some((now, inn, gone));
+    }
+
+    /// A window has ended, in which so many bytes went in and out. What goes one way alone, as a broadcast does, shows
+    /// nothing of the other, and is left out.
+    fn note(&mut self, ended: Instant, length: Duration, inn: u64, gone: u64) {
+        let bytes = inn.max(gone);
+        if inn.min(gone) < bytes / 4 {
+            return;
+        }
+        if self.windows.len() == KEPT {
+            self.windows.pop_front();
+        }
+        let seconds = length.as_secs_f64();
+        let (inward, outward) = (inn as f64 / seconds, gone as f64 / seconds);
+        self.windows.push_back(Window { ended, bytes, inward, outward });
     }
 
     /// Bytes per second that the link carried in the best tenth of the windows that ended after `since`, in the
@@ -109,8 +116,7 @@ mod tests {
         let (mut meter, mut now, mut ends) = (RateMeter::default(), Instant::now(), Vec::new());
         for &bytes in windows {
             now += Duration::from_millis(10);
-            let (inward, outward) = (bytes as f64 * 100.0, bytes as f64 * 50.0);
-            meter.windows.push_back(Window { ended: now, bytes, inward, outward });
+            meter.note(now, Duration::from_millis(10), bytes, bytes / 2);
             ends.push(now);
         }
         (meter, ends)
@@ -123,6 +129,17 @@ mod tests {
         windows[8] = 3 * LEAST;
         windows[11] = 2 * LEAST;
         assert_eq!(after(&windows).0.rate(None), Some(2.0 * LEAST as f64 * 50.0));
+    }
+
+    #[test]
+    fn what_goes_one_way_alone_hides_nothing() {
+        let (mut meter, ends) = after(&[LEAST; ENOUGH]);
+        let known = meter.rate(None);
+        for _ in 0..2 * KEPT {
+            meter.note(ends[ENOUGH - 1], Duration::from_millis(10), 100, LEAST);
+            meter.note(ends[ENOUGH - 1], Duration::from_millis(10), LEAST, 0);
+        }
+        assert!(known.is_some() && meter.rate(None) == known);
     }
 
     #[test]

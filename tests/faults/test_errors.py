@@ -302,20 +302,20 @@ class _Interrupt(BaseException):
     """Of no class of ours, as KeyboardInterrupt."""
 
 
-def _stopped(rank: int, world: int, raised: BaseException, has_waited: threading.Event) -> str:
+def _stopped(rank: int, world: int, raised: BaseException, has_stopped: threading.Event) -> str:
     """Rank 1 stops waiting for rank 2, which comes late; rank 0 waits for both. What each was told."""
 
     def look() -> None:
-        has_waited.set()
         raise raised
 
-    if rank == 2:
-        assert has_waited.wait(20)
+    if rank == 2:  # Later than that rank 1 *has* stopped: before, its share might do for the others' result.
+        assert has_stopped.wait(20)
     try:
         with serving.looking(look) if rank == 1 else contextlib.nullcontext():
             trigram.all_reduce(torch.ones(1003))
     except (trigram.AbortedError, _Interrupt) as e:
         told = f"{type(e).__name__}: {e}"
+        has_stopped.set()
     after = torch.ones(1003)
     trigram.all_reduce(after)
     equal(after, torch.full((1003,), float(world)), "after it")

@@ -28,6 +28,31 @@ _JOIN_POLL = 0.1
 """Seconds between two looks for ranks that join while all others wait for them."""
 
 
+class _Shared(Protocol):
+    """What of a model's training state all ranks have."""
+
+    def most_leaving(self) -> int:
+        """So many ranks may leave in one change, and all of the training state is on others."""
+
+
+class Steps(Protocol):
+    """What a change of the members asks of a model's steps."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights must not change now, as the mean of them does that a change of members takes."""
+
+    @property
+    def shared(self) -> _Shared:
+        """What all ranks have."""
+
+    def hand_over(self, group: Group) -> None:
+        """Ranks are about to leave: the others of the group get what only these have."""
+
+    def leave(self) -> None:
+        """This rank has left, in good order."""
+
+
 class Model(Protocol):
     """What a change of the members asks of a model.
 
@@ -42,8 +67,8 @@ class Model(Protocol):
     behind: bool
 
     @property
-    def keeps_weights(self) -> bool:
-        """Whether weights must not change now, as the mean of them does that a change of members takes."""
+    def recovery(self) -> Steps:
+        """How its steps go on."""
 
     def model(self) -> nn.Module | None:
         """The module; None: the script has dropped it."""
@@ -54,15 +79,6 @@ class Model(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """What changes in the job's status while an epoch lasts; any thread may call it."""
-
-    def most_leaving(self) -> int:
-        """So many ranks may leave in one change, and all of the training state is on others."""
-
-    def hand_over(self, group: Group) -> None:
-        """Ranks are about to leave: the others of the group get what only these have."""
-
-    def leave(self) -> None:
-        """This rank has left, in good order."""
 
     def renew(self, group: Group, change: MembershipChange, fresh: bool = False) -> None:
         """Goes on in a new epoch; ``fresh``: its groups were made in this epoch already."""
@@ -263,9 +279,9 @@ def _leaving(models: Sequence[Model]) -> Leaving:
 
     def hand_over(group: Group) -> None:
         for model in models:
-            model.hand_over(places.among(group))
+            model.recovery.hand_over(places.among(group))
 
-    at_once = min((model.most_leaving() for model in models), default=sys.maxsize)
+    at_once = min((model.recovery.shared.most_leaving() for model in models), default=sys.maxsize)
     return Leaving(at_once, hand_over)
 
 
@@ -278,7 +294,7 @@ def leave(models: Sequence[Model]) -> NoReturn:
     if queue is not None and queue.is_ordered():
         asked = orders.BY
     for model in models:
-        model.leave()
+        model.recovery.leave()
     logs.warning(f"rank {rank} leaves the job, as it was asked to ({asked}); the other ranks go on")
     here.leave()
     here.let_go = True

@@ -13,7 +13,6 @@ so that the next step starts in the same state on all ranks. An ``Average`` aver
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,6 @@ from trigram.gradients.updating.updates import Updates
 from trigram.optimizers import optimizer_hooks, shared_optimizers
 from trigram.runtime.group import Group
 from trigram.steps.buffer_broadcast import BufferBroadcast
-from trigram.steps.elastic_model import ElasticModel, SharedState
 from trigram.steps.model_changes import agree_on_change
 from trigram.steps.passes import PassMethod, inside_backward
 from trigram.steps.step_hooks import StepHooks
@@ -145,9 +143,10 @@ class GradientSync(StepHooks):
         # Like DistributedDataParallel: rank 0's buffers count; inside ``join``, those of the last rank that
         # still has inputs.
         src = max(self.join.announce(self)) if self.join is not None else 0
-        self.elastic.before_step(lambda first: self._before_pass(model, first, in_backward), src)
+        self.elastic.before_step(lambda first: self.prepare_pass(model, first, in_backward), src)
 
-    def _before_pass(self, model: nn.Module, src: int, in_backward: bool) -> None:
+    def prepare_pass(self, model: nn.Module, src: int, in_backward: bool) -> None:
+        """See :meth:`before_pass`; ``src``: the group rank whose buffers all ranks get."""
         every = self.groups.check_replicas
         joining = self.elastic.newcomers  # these ranks have not received their weights yet
         if every and self.since % every == 0 and self.since and not joining:
@@ -203,9 +202,9 @@ class GradientSync(StepHooks):
 
     def begin(self, param: int | None) -> None:
         """See :class:`StepHooks`."""
-        self._begin(param)
+        self.begin_pass(param)
 
-    def _begin(self, param: int | None, idle: bool = False, redoing: bool = False) -> None:
+    def begin_pass(self, param: int | None, idle: bool = False, redoing: bool = False) -> None:
         """Begins a pass, with the parameters and buckets that it needs; see :class:`GradientPass`."""
         self.updates.pass_begins()  # what it raises is of a step before: no rank makes this pass
         try:
@@ -271,32 +270,7 @@ class GradientSync(StepHooks):
         """Makes this pass again from the backup of this rank's gradients."""
         self.backup.restore(self.params)
         self.passes.active = True
-        self._begin(None, self.this_pass.idle, redoing=True)
-
-    @property
-    def warming(self) -> bool:
-        """See :class:`StepHooks`."""
-        return self.warmup_end.is_ahead
-
-    def meta(self) -> dict[str, Any]:
-        """What a joining rank must know before its first step."""
-        return {"order": self.buckets.order, "steps": self.steps, "since": self.since}
-
-    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Continues after the ranks have changed, with residuals of 0."""
-        if part.newcomer:
-            self.steps, self.since = meta["steps"], meta["since"]
-        for bucket in self.buckets:
-            with contextlib.suppress(TrigramError):
-                bucket.average.await_end()
-        self.order.build(meta["order"], keep_residuals=False)
-        self.order.is_known(meta["order"])
-        self.updates.follow(part)
-
-    @property
-    def shared(self) -> SharedState:
-        """See :class:`StepHooks`."""
-        return self.updates.shared
+        self.begin_pass(None, self.this_pass.idle, redoing=True)
 
     def abort_pass(self) -> None:
         """Aborts, on all ranks, a backward pass that raised an exception."""
@@ -331,39 +305,11 @@ class GradientSync(StepHooks):
         self.updates.close_without_calls()
         in_parts.drop(self.params)
 
-    def leave_join(self) -> None:
-        """The passes of ranks without inputs were followed by no update: all ranks count anew."""
-        super().leave_join()
-        self.since_update = self.since = 0
-
     def _before_load(self, *_: Any) -> None:
         """See :class:`StepHooks`. An update that only some ranks have made is made up for."""
         self.updates.before_load()
         self.since_update = 0
         super()._before_load()
-
-    def share_optimizers(self, model: nn.Module, longest: int) -> None:
-        """See :class:`StepHooks`. What a script changes there itself, such as a scheduler the learning rate,
-        may differ from now on."""
-        why = "ranks have made unequal numbers of updates"
-        shared_optimizers.share(list(model.parameters()), longest, self.groups, "join", why)
-        self.since_fewer = 0
-
-    @torch.no_grad()
-    def step_without_inputs(self, model: nn.Module, src: int) -> None:
-        """A step of a rank without inputs: it contributes gradients of 0."""
-        self._before_pass(model, src, in_backward=False)
-        kept = [p.grad for p in self.params]
-        for p in self.params:
-            p.grad = None
-        self.passes.active = True
-        try:
-            self._begin(None, idle=True)
-            self.end()
-        finally:
-            for p, grad in zip(self.params, kept, strict=True):
-                p.grad = grad
-        self.idle_steps += 1
 
     # Updates.
 

@@ -13,6 +13,7 @@ from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.runtime import job
 from trigram.steps.uneven_inputs import UnevenInputs
+from trigram.training.idle_steps import without_inputs
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -100,9 +101,13 @@ class _Blocks:
 
 @contextlib.contextmanager
 def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
-    trained = [(w, w.model(), w.hooks) for w in wrapped]
-    waiting = [(m, h) for w, m, h in trained if m is not None and h is not None and not _is_asynchronous(w)]
-    block = UnevenInputs(waiting, throw) if waiting else None
+    models = [(w, w.model(), w.hooks) for w in wrapped]
+    waiting = [
+        (h, without_inputs(m, h))
+        for w, m, h in models
+        if m is not None and h is not None and not _is_asynchronous(w)
+    ]
+    block = UnevenInputs([trained for _, trained in waiting], throw) if waiting else None
     under_way = job.here().part(_Blocks).open
     if block is not None and under_way:
         raise MisuseError(
@@ -111,7 +116,7 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
         )
     if block is not None:
         under_way.append(block)
-    for _, hooks in waiting:
+    for hooks, _ in waiting:
         hooks.join = block
     try:
         yield
@@ -123,5 +128,6 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
     finally:
         if block is not None:
             under_way.remove(block)
-        for _, hooks in waiting:
-            hooks.leave_join()
+        for hooks, trained in waiting:
+            hooks.join = None
+            trained.block_ends()

@@ -58,7 +58,7 @@ def elastic_all_gather(value: Any) -> list[Any]:
     if joining.must_join() or calls.alone:
         calls.skip()
         return [serialization.unpack(data, now.rank)]
-    if any(model.keeps_weights for model in recovery.trained()):
+    if any(model.recovery.keeps_weights for model in recovery.trained()):
         raise MisuseError(
             f"{_WHAT}: the algorithm averages weights, and a forward pass has begun a step; call it before "
             "the forward pass, or after the update"

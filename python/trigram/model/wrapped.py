@@ -27,6 +27,7 @@ from trigram.steps.step_hooks import StepHooks, agree_on_algorithm
 from trigram.training.compose import compose, warm
 from trigram.training.dropped_models import release_dropped
 from trigram.training.options import Options
+from trigram.training.recoveries import recovery_of
 from trigram.training.running_models import RunningModels
 from trigram.training.weight_sync import WeightSync
 
@@ -142,7 +143,7 @@ class WrappedModel:
         self.hooks.times.earlier = self.earlier_steps
         if self.states is not None:
             title, warms = f"{chosen}{self.extras}", bool(warmup)
-            part = ElasticModel(model, title, self.states, self.groups, self.hooks, self, warms)
+            part = ElasticModel(model, title, self.states, self.groups, recovery_of(self.hooks), self, warms)
             self.hooks.elastic = part
             try:
                 recovery.add(part)
@@ -231,7 +232,7 @@ class WrappedModel:
         self.hooks = hooks
         self.hooks.sync, self.hooks.times.earlier = before.sync, self.earlier_steps
         if isinstance(before.elastic, ElasticModel):
-            before.elastic.begins_again(self.hooks)
+            before.elastic.begins_again(recovery_of(self.hooks))
             self.hooks.elastic = before.elastic
         return self.hooks
 

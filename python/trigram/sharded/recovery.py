@@ -16,7 +16,7 @@ from trigram.sharded.agreement import agree, agree_on_options, explained
 from trigram.sharded.state import ShardedState
 from trigram.sharded.weights.divided_weights import Parts
 from trigram.sharded.weights.weight_buckets import Layout
-from trigram.steps.elastic_model import ElasticModel, SharedState
+from trigram.steps.step_recovery import Arrival, SharedState
 
 
 class Recovery(SharedState):
@@ -97,7 +97,7 @@ class Recovery(SharedState):
 
     # Elastic jobs; see `Updates`.
 
-    def follow(self, part: ElasticModel) -> None:
+    def follow(self, part: Arrival) -> None:
         """See :class:`Updates`."""
         raise NotImplementedError
 

@@ -32,8 +32,8 @@ from trigram.sharded.slice_values import SliceValues
 from trigram.sharded.state import ShardedState
 from trigram.sharded.weights.divided_weights import DividedWeights
 from trigram.sharded.weights.gradient_buckets import layouts
-from trigram.steps.elastic_model import ElasticModel, SharedState
 from trigram.steps.step_hooks import StepHooks
+from trigram.steps.step_recovery import Arrival, SharedState
 
 
 class ShardedUpdates(GradientPart, Updates):
@@ -362,7 +362,7 @@ class ShardedUpdates(GradientPart, Updates):
         """See :class:`Updates`."""
         return self.recovery
 
-    def follow(self, part: ElasticModel) -> None:
+    def follow(self, part: Arrival) -> None:
         """See :class:`Updates`."""
         self.recovery.follow(part)
 

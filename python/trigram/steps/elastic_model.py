@@ -14,7 +14,6 @@ of torchft). Where weights are averaged, its weights come from the mean that all
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -37,77 +36,7 @@ from trigram.runtime import job
 from trigram.runtime.group import Group
 from trigram.runtime.records import broadcast_bytes
 from trigram.runtime.world import REPLICA_ORDINALS
-
-
-class Stateful(Protocol):
-    """An object with state, such as an optimizer, a scheduler or a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Replaces the state."""
-
-
-class SharedState:
-    """What of a model's training state all ranks have: usually all of it."""
-
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """What gives, of each of these objects, the state that every rank has: usually the object."""
-        return list(states)
-
-    def most_leaving(self) -> int:
-        """So many ranks may leave in one change of the membership, and all of this state is on others."""
-        return sys.maxsize
-
-    def fingerprint(self) -> int:
-        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
-        return 0
-
-    def fingerprints_differ(self) -> TrigramError:
-        """The error if they do not."""
-        raise NotImplementedError
-
-
-class ElasticHooks(Protocol):
-    """What an elastic job needs of a model's step hooks.
-
-    Attributes:
-        in_step: All ranks make the same step at the same time.
-        steps: Training steps so far.
-    """
-
-    in_step: bool
-    steps: int
-
-    @property
-    def warming(self) -> bool:
-        """Whether they make an algorithm's warm-up."""
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether weights must not change now, as the mean of them does that a change of members takes."""
-
-    @property
-    def takes_mean(self) -> bool:
-        """Whether `follow` takes the mean of all weights, so that a joining rank needs those of nobody."""
-
-    @property
-    def shared(self) -> SharedState:
-        """What of the training state all ranks have."""
-
-    def meta(self) -> dict[str, Any]:
-        """The values that must be the same on all ranks in a new epoch, such as the step's number."""
-
-    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Continues in a new epoch with the ``meta`` of the rank that has the state. All members call it."""
-
-    def hand_over(self, group: Group) -> None:
-        """Ranks are about to leave: the others get what only these have. All members call it, with their
-        group; again if a rank is lost meanwhile."""
-
-    def leave(self) -> None:
-        """This rank has left, in good order."""
+from trigram.steps.step_recovery import Stateful, StepRecovery
 
 
 class Owner(Protocol):
@@ -144,8 +73,8 @@ class ElasticModel:
         title: The algorithm and its options, as text; the same on all ranks.
         states: What belongs to the training state beside the weights: optimizer, schedulers.
         groups: The model's process groups.
-        hooks: The model's step hooks.
-        owner: What has the hooks.
+        recovery: How the model's steps go on.
+        owner: What has the model's step hooks.
         warms: The algorithm has a warm-up.
 
     Attributes:
@@ -170,16 +99,16 @@ class ElasticModel:
         title: str,
         states: Sequence[Stateful],
         groups: ModelGroups,
-        hooks: ElasticHooks,
+        recovery: StepRecovery,
         owner: Owner,
         warms: bool,
     ) -> None:
         self.model = weakref.ref(model)
-        self.title, self.groups, self.hooks = title, groups, hooks
-        self.states = [local_state.of(s) for s in hooks.shared.state_sources(states)]
+        self.title, self.groups, self.recovery = title, groups, recovery
+        self.states = [local_state.of(s) for s in recovery.shared.state_sources(states)]
         self.members = current()[0].group
         self._find_places()
-        self.in_step = hooks.in_step
+        self.in_step = recovery.in_step
         self._owner, self._warms = owner, warms
         groups.interrupted = self.is_called
         groups.silent = self._silent_places
@@ -205,9 +134,9 @@ class ElasticModel:
             if self.groups.non_finite_check is not None:
                 self.groups.non_finite_check.group = self.everyone
 
-    def begins_again(self, hooks: ElasticHooks) -> None:
-        """The algorithm has other hooks from now on."""
-        self.hooks, self.in_step = hooks, hooks.in_step
+    def begins_again(self, recovery: StepRecovery) -> None:
+        """The model has other hooks from now on."""
+        self.recovery, self.in_step = recovery, recovery.in_step
 
     # The end of a warm-up is a change of the membership without a change of its members (ADR 65): it happens
     # on all ranks or on none, also if one is lost meanwhile, and a joining rank finds out which.
@@ -217,8 +146,10 @@ class ElasticModel:
 
         The script may have to end what belongs to the step, such as a scheduler's, so nobody is admitted.
         """
-        before = self.hooks
-        while self.hooks is before:  # another may have come because of a loss, in the middle of its last step
+        before = self.recovery
+        while (
+            self.recovery is before
+        ):  # another may have come because of a loss, in the middle of its last step
             self._between_steps = False
             recover(boundary=False, renew=True)
 
@@ -230,12 +161,12 @@ class ElasticModel:
         """
         if not self._warms:
             return
-        ends = not self.hooks.warming or (together and not self.is_new)
+        ends = not self.recovery.warming or (together and not self.is_new)
         told = torch.tensor([int(ends)], device="cpu")
         collectives.all_reduce(told, "max", None, self.everyone)
         if not told[0]:
             return
-        if self.hooks.warming:
+        if self.recovery.warming:
             joining, self.groups.joining = self.groups.joining, True  # no calls: the weights are equal
             try:
                 self._owner.proceed()
@@ -274,23 +205,6 @@ class ElasticModel:
     def _silent_places(self) -> list[int]:
         ranks = self.groups.control.ranks
         return [ranks.index(r) for r in self.silent]
-
-    @property
-    def keeps_weights(self) -> bool:
-        """See :class:`ElasticHooks`."""
-        return self.hooks.keeps_weights
-
-    def most_leaving(self) -> int:
-        """See :class:`SharedState`."""
-        return self.hooks.shared.most_leaving()
-
-    def hand_over(self, group: Group) -> None:
-        """See :class:`ElasticHooks`."""
-        self.hooks.hand_over(group)
-
-    def leave(self) -> None:
-        """See :class:`ElasticHooks`."""
-        self.hooks.leave()
 
     def renew(self, group: Group, change: MembershipChange, fresh: bool = False) -> None:
         """Continues in a new epoch, and starts to send the training state to new ranks. All members call it.
@@ -334,7 +248,11 @@ class ElasticModel:
         if rank == source:
             trained = self.groups.trained
             mine = {"trained": [(id(p) in trained, p.requires_grad) for p in self._parameters()]}
-            mine |= {"later": not self.sends_now, "earlier": self._owner.earlier_steps, **self.hooks.meta()}
+            mine |= {
+                "later": not self.sends_now,
+                "earlier": self._owner.earlier_steps,
+                **self.recovery.meta(),
+            }
         meta = _broadcast(mine, source, control)
         if self.is_new:
             self._owner.begin_after(meta["earlier"])
@@ -344,7 +262,7 @@ class ElasticModel:
                 p.requires_grad_(requires_grad)
                 if is_trained:
                     self.groups.trained.add(id(p))
-        self.hooks.follow(meta, self)
+        self.recovery.follow(meta, self)
 
     def first_with_state(self) -> int:
         """The place in the group of the rank whose buffers count."""
@@ -357,7 +275,7 @@ class ElasticModel:
         return {
             "model": type(model).__name__,
             "algorithm": self.title.split(",")[0],
-            "steps": self.hooks.steps,
+            "steps": self.recovery.steps,
         } | (mine.summary())
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -394,7 +312,7 @@ class ElasticModel:
         """See :class:`trigram.elastic.recovery.Model`. In a pass that averages gradients a rank that joins
         gets the state of its beginning. Otherwise, in the middle of a step, the script has not ended what
         belongs to it: schedulers, its own counters."""
-        return self._between_steps or not self.hooks.takes_mean
+        return self._between_steps or not self.recovery.takes_mean
 
     def send_owed(self) -> None:
         """Between two steps: starts to send the training state to ranks that joined in the middle of one."""
@@ -408,13 +326,13 @@ class ElasticModel:
         assert model is not None
         tensors = [t.detach() for t in self._sent(model)]
         states = [s.state_dict() for s in self.states]
-        calls, meta = job.here().part(Answers).done, self.hooks.meta()
+        calls, meta = job.here().part(Answers).done, self.recovery.meta()
         return {"tensors": tensors, "states": states, "calls": calls, "meta": meta}
 
     def _sent(self, model: nn.Module) -> list[torch.Tensor]:
         """What of a model is sent to a joining rank: not weights of which all take the mean."""
         weights = list(model.parameters())
-        if self.hooks.takes_mean:
+        if self.recovery.takes_mean:
             weights = [p for p in weights if not coalesced.as_real(p.detach()).is_floating_point()]
         return [*weights, *model.buffers()]
 
@@ -431,7 +349,7 @@ class ElasticModel:
         """On a new rank: waits for the training state and loads it.
 
         Returns:
-            What :meth:`ElasticHooks.meta` gave there when it was sent; None: there is nothing to receive.
+            What :meth:`StepRecovery.meta` gave there when it was sent; None: there is nothing to receive.
         """
         if self.transfer.receiving is None:
             return None
@@ -593,10 +511,10 @@ class ElasticModel:
 
     def _commit(self) -> bool:
         """Ends when all members have the results of the pass; returns whether one waits to join or leave."""
-        mine = self.hooks.shared.fingerprint()
+        mine = self.recovery.shared.fingerprint()
         pending, largest, least = self._largest(mine, -mine)
         if largest != -least:
-            raise self.hooks.shared.fingerprints_differ()
+            raise self.recovery.shared.fingerprints_differ()
         return bool(pending)
 
     def _is_change_pending(self) -> bool:

@@ -27,7 +27,6 @@ from trigram.optimizers import optimizer_hooks
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.steps import fidelity
-from trigram.steps.elastic_model import ElasticModel, SharedState
 from trigram.steps.elasticity import Elasticity, FixedRanks
 from trigram.steps.parameters import Parameters
 from trigram.steps.passes import Passes, PassMethod
@@ -135,35 +134,11 @@ class StepHooks:
     def abort_pass(self) -> None:
         """Aborts the last backward pass if it is still active, because it raised an exception."""
 
-    def leave_join(self) -> None:
-        """The block of ``trigram.join`` is over on all ranks."""
-        self.join = None
-
-    def share_optimizers(self, model: nn.Module, longest: int) -> None:
-        """Some ranks have made fewer updates in ``trigram.join``: all get the optimizers of a group rank."""
-
-    def inputs_end(self) -> None:
-        """This rank has no inputs left, inside ``trigram.join``."""
-        self.abort_failed()
-
-    def skip_boundary(self) -> None:
-        """Counts a step that the other ranks have begun and that no rank completes."""
-
-    def step_without_inputs(self, model: nn.Module, src: int) -> None:
-        """A whole step of a rank that has no inputs left; ``src``: the group rank whose buffers all get."""
-        raise NotImplementedError
-
     def drain(self, timeout: float | None = None, *, between_steps: bool = False) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
 
     def release(self) -> None:
         """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
-
-    def hand_over(self, group: Group) -> None:
-        """Ranks are about to leave a job; see :class:`~trigram.steps.elastic_model.ElasticHooks`."""
-
-    def leave(self) -> None:
-        """This rank has left an elastic job; see there."""
 
     def close_without_calls(self) -> None:
         """The job has ended: removes what can be removed without a call."""
@@ -191,38 +166,10 @@ class StepHooks:
 
     # Elastic jobs.
 
-    @property
-    def warming(self) -> bool:
-        """See :class:`trigram.steps.elastic_model.ElasticHooks`."""
-        return False
-
-    @property
-    def keeps_weights(self) -> bool:
-        """See :class:`trigram.steps.elastic_model.ElasticHooks`."""
-        return False
-
-    @property
-    def takes_mean(self) -> bool:
-        """See :class:`trigram.steps.elastic_model.ElasticHooks`."""
-        return False
-
     def between_steps(self) -> None:
         """The script begins a step outside of this model, whose parameters are shards of another."""
         self.abort_failed()
         self.elastic.between_steps()
-
-    @property
-    def shared(self) -> SharedState:
-        """What of the training state all ranks have."""
-        return SharedState()
-
-    def meta(self) -> dict[str, Any]:
-        """What all ranks must know to continue in the same way after the ranks have changed."""
-        return {"steps": self.steps}
-
-    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Continues after the ranks have changed; all ranks call it."""
-        raise NotImplementedError
 
     # Parameters.
 

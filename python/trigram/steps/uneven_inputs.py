@@ -8,84 +8,35 @@ it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from trigram import collectives
-from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, tell_all
 from trigram.errors import MisuseError
 from trigram.runtime import serving
-
-
-class Prepared(Protocol):
-    """The passes of a model, see :class:`trigram.steps.passes.Passes`."""
-
-    prepared: bool
-
-    def begin(self, param: int | None) -> None:
-        """Begins a pass."""
-
-
-class Joinable(Protocol):
-    """What :class:`UnevenInputs` needs of a model's step hooks.
-
-    Attributes:
-        steps: The number of steps made.
-        idle_steps: Those of them that this rank made without inputs.
-        weights_differ: Whether ranks may hold different weights.
-        passes: The model's passes. One that is prepared has been announced to all ranks, and is not over.
-    """
-
-    steps: int
-    idle_steps: int
-    weights_differ: bool
-    groups: ModelGroups
-
-    @property
-    def passes(self) -> Prepared:
-        """See the class."""
-
-    def inputs_end(self) -> None:
-        """This rank has no inputs left; completes its last step."""
-
-    def skip_boundary(self) -> None:
-        """Counts a step that the other ranks have begun and that no rank completes."""
-
-    def step_without_inputs(self, model: nn.Module, src: int) -> None:
-        """Takes part in a step of the other ranks; ``src``: the group rank whose buffers all ranks get."""
-
-    def abort_pass(self) -> None:
-        """Aborts a pass on all ranks."""
-
-    def share_optimizers(self, model: nn.Module, longest: int) -> None:
-        """Some ranks have made fewer updates: all get the optimizers of the group rank ``longest``."""
-
-    def drain(self, timeout: float | None = None) -> None:
-        """Ends the averaging steps under way, on all ranks."""
+from trigram.steps.without_inputs import Joinable, WithoutInputs
 
 
 class UnevenInputs:
     """One block of :func:`trigram.join`, on one or more models of the same ranks.
 
     Args:
-        models: The models and their hooks, in the same order on all ranks.
+        models: The models, in the same order on all ranks.
         throw: All ranks raise as soon as one of them has no inputs left.
     """
 
     def __init__(
         self,
-        models: Sequence[tuple[nn.Module, Joinable]],
+        models: Sequence[WithoutInputs],
         throw: bool,
     ) -> None:
         self.models = list(models)
         self.throw = throw
-        self.control = models[0][1].groups.control
+        self.control = models[0].hooks.groups.control
         self.present = list(range(self.control.size))
-        self.at_start = [hooks.steps - hooks.idle_steps for _, hooks in models]
+        self.at_start = [m.hooks.steps - m.hooks.idle_steps for m in models]
 
     def announce(self, hooks: Joinable | None) -> list[int]:
         """Tells all ranks that this one makes a step of a model, or has no inputs left (None).
@@ -98,14 +49,14 @@ class UnevenInputs:
         """
         if hooks is not None and len(self.present) < self.control.size:
             self._check_apart(hooks)
-        number = next((k for k, (_, other) in enumerate(self.models) if other is hooks), -1)
+        number = next((k for k, other in enumerate(self.models) if other.hooks is hooks), -1)
         told = self._tell_all(number)
         self.present = [group_rank for group_rank, theirs in enumerate(told) if theirs >= 0]
         self.number = max(told)
         absent = [r for r, theirs in zip(self.control.ranks, told, strict=True) if theirs < 0]
         if self.throw and absent and self.present:
             if hooks is None:
-                self.models[self.number][1].skip_boundary()
+                self.models[self.number].skip_boundary()
             raise MisuseError(
                 f"join: rank(s) {listed(absent)} have no more inputs, and throw_on_early_termination=True "
                 "ends the training of all ranks then"
@@ -131,7 +82,7 @@ class UnevenInputs:
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it
         until it is aborted."""
-        under_way = [other for _, other in self.models if other is not hooks and other.passes.prepared]
+        under_way = [m.hooks for m in self.models if m.hooks is not hooks and m.hooks.passes.prepared]
         for other in under_way:
             other.passes.begin(None)
             other.abort_pass()
@@ -145,22 +96,22 @@ class UnevenInputs:
     @torch.no_grad()
     def run_without_inputs(self) -> None:
         """Takes part in the steps of the other ranks, until no rank has inputs left."""
-        for _, hooks in self.models:
-            hooks.inputs_end()
+        for trained in self.models:
+            trained.inputs_end()
         while self.announce(None):
-            model, hooks = self.models[self.number]
-            hooks.step_without_inputs(model, max(self.present))
-        for (model, hooks), before in zip(self.models, self.at_start, strict=True):
-            hooks.drain()
-            if not hooks.weights_differ:
-                self._share_longest(model, hooks, before)
+            self.models[self.number].step(max(self.present))
+        for trained, before in zip(self.models, self.at_start, strict=True):
+            trained.hooks.drain()
+            if not trained.hooks.weights_differ:
+                self._share_longest(trained, before)
 
-    def _share_longest(self, model: nn.Module, hooks: Joinable, before: int) -> None:
+    def _share_longest(self, trained: WithoutInputs, before: int) -> None:
         """All ranks get weights, buffers and optimizers of the rank that trained longest; of several, the
         last."""
+        model, hooks = trained.model, trained.hooks
         made = hooks.steps - hooks.idle_steps - before
         counts = [count for (count,) in tell_all([made], hooks.groups.control)]
         longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
         coalesced.broadcast([*model.parameters(), *model.buffers()], longest, hooks.groups.control)
         if min(counts) < max(counts):
-            hooks.share_optimizers(model, longest)
+            trained.share_optimizers(longest)

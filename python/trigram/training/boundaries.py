@@ -15,7 +15,8 @@ from trigram.observe import steps
 from trigram.steps.elasticity import Elasticity
 from trigram.steps.fidelity import Fidelity
 from trigram.steps.step_tracker import StepTracker
-from trigram.steps.uneven_inputs import Joinable, UnevenInputs
+from trigram.steps.uneven_inputs import UnevenInputs
+from trigram.steps.without_inputs import Joinable
 from trigram.training.schedule import EverySteps, StepSchedule
 
 

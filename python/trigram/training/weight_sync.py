@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
@@ -25,9 +24,7 @@ from trigram.errors import TrigramError, UnsupportedError
 from trigram.observe import steps
 from trigram.optimizers import adam_variance, shared_optimizers
 from trigram.runtime import job
-from trigram.runtime.group import Group
 from trigram.runtime.inference_mode import kept_tensors
-from trigram.steps.elastic_model import ElasticModel
 from trigram.steps.model_changes import agree_on_change
 from trigram.steps.parameters import FrozenInTurn
 from trigram.steps.passes import inside_backward
@@ -263,69 +260,14 @@ class WeightSync(StepHooks):
         if due:
             self.looks.remember()
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Backward needs the weights of the forward pass."""
-        return self.tracker.begun
-
-    @property
-    def takes_mean(self) -> bool:
-        """See :class:`StepHooks`."""
-        return True
-
-    def meta(self) -> dict[str, Any]:
-        """See :class:`StepHooks`."""
-        return {**super().meta(), "pieces": self.pieces, "last": self.tracker.last}
-
-    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Continues after the ranks have changed, from the mean of the weights of all ranks that have some.
-
-        If one rank has made a boundary, perhaps with an averaging step that was lost, the other ranks skip
-        that boundary, so that the next averaging step has all ranks. A joining rank starts at the step of the
-        rank whose state it gets, and which its script has then; of an asynchronous algorithm, at the smallest
-        of all ranks, so that it misses no collective of the script.
-        """
-        position = torch.tensor(
-            [-1, -(1 << 62)] if part.newcomer else [self.tracker.last, -self.tracker.last],
-            device="cpu",
-        )
-        collectives.all_reduce(position, "max", None, part.everyone)
-        self.boundaries.skip_until = int(position[0])
-        self.pieces = meta["pieces"]
-        self._take_mean(self.groups.control, self.groups.size - len(part.newcomers), part.is_new)
-        # After that call, so that only the joining rank waits for the rest of the state.
-        if part.newcomer and (sent := part.receive()) is not None:
-            step = -int(position[1]) if self.times.asynchronous else sent["last"]
-            self.tracker.start_at(step, step)
-        part.has_state()
+    def begin_again(self) -> None:
+        """The ranks have changed, and all have the mean of the weights."""
         if hasattr(self, "schedule"):
             self.counters.keep(self.schedule)
         if self.groups.sample_weight is not None and not self.tracker.due:
             self.groups.sample_weight.begin_again()  # what is due has been trained, and is in no weights yet
         self._prepare()
         self.schedule.behind(self.boundaries.skip_until - self.tracker.last)
-
-    @torch.no_grad()
-    def _take_mean(self, group: Group, contributing: int, is_new: bool = False) -> None:
-        """Replaces the weights by their mean over the ranks of a group that are not new."""
-        model = self.model()
-        assert model is not None  # the other ranks make these calls too, and would wait for this one
-        weights = (coalesced.as_real(p.detach()) for p in model.parameters())
-        for same in coalesced.alike(w for w in weights if w.is_floating_point()):
-            averaged = coalesced.Coalesced(same)
-            if not is_new:
-                averaged.pack()
-            collectives.all_reduce(averaged.memory, "avg", None, group)
-            averaged.memory.mul_(group.size / contributing)
-            averaged.unpack()
-
-    def hand_over(self, group: Group) -> None:
-        """See :class:`StepHooks`: what these ranks have learned since the last averaging step."""
-        self._take_mean(group, group.size)
-
-    def leave(self) -> None:
-        """See :class:`StepHooks`."""
-        self.running.remove(self)
 
     def abort_pass(self) -> None:
         """Counts a failed backward pass like any other, because the other ranks count theirs."""
@@ -335,29 +277,6 @@ class WeightSync(StepHooks):
                 self.end()
             if not self.updating:
                 self.tracker.pass_failed()
-
-    @torch.no_grad()
-    def inputs_end(self) -> None:
-        """Makes the boundary of the last step, and starts an overlapping averaging step that is due: the
-        other ranks start it with their next step."""
-        self.abort_failed()
-        self.boundaries.make(self.tracker.late())
-        self.schedule.begin_step()
-
-    @torch.no_grad()
-    def step_without_inputs(self, model: nn.Module, src: int) -> None:
-        """A step of a rank without inputs: it takes part with the weights it has."""
-        self.schedule.before_update()
-        self.tracker.idle_step()
-        self.idle_steps += 1
-        self.boundaries.make_next()
-        self.schedule.begin_step()
-
-    def skip_boundary(self) -> None:
-        """The other ranks have made their update, and no rank averages after it."""
-        self.tracker.idle_step()
-        self.idle_steps += 1
-        self.tracker.skip_boundary()
 
     @torch.no_grad()
     def drain(self, timeout: float | None = None, *, between_steps: bool = False) -> None:

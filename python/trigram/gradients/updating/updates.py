@@ -14,8 +14,8 @@ from torch import nn
 
 from trigram.gradients.buckets import Bucket
 from trigram.runtime.group import Group
-from trigram.steps.elastic_model import ElasticModel, SharedState
 from trigram.steps.step_hooks import StepHooks
+from trigram.steps.step_recovery import Arrival, SharedState
 
 
 class Updates:
@@ -128,7 +128,7 @@ class Updates:
         """What of the training state all ranks have."""
         return SharedState()
 
-    def follow(self, part: ElasticModel) -> None:
+    def follow(self, part: Arrival) -> None:
         """The ranks have changed; all ranks call it, with the buckets of the new epoch."""
 
     def stats(self, found: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from trigram.sharded.elastic.moving import Cut, NextCut, collect_weights, move_s
 from trigram.sharded.recovery import Recovery
 from trigram.sharded.weights.divided_weights import DividedWeights, Parts
 from trigram.sharded.weights.weight_buckets import Layout
-from trigram.steps.elastic_model import ElasticModel, Stateful
+from trigram.steps.step_recovery import Arrival, Stateful
 
 
 class CopiedParts(Recovery):
@@ -157,7 +157,7 @@ class CopiedParts(Recovery):
 
     # Changes of the membership.
 
-    def follow(self, part: ElasticModel) -> None:
+    def follow(self, part: Arrival) -> None:
         """See :class:`Recovery`; moves the state, if all ranks have made the same updates."""
         self.weights.gathers.end()
         group, indices = self.groups.main, self._indices()

@@ -16,6 +16,7 @@ import pytest
 import trigram
 from tests.support import patience
 from tests.support.marks import long
+from trigram import _command
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +67,69 @@ def test_version_names_the_commit() -> None:
     assert head.stdout.startswith(found[2])
     cited = (ROOT / "CITATION.cff").read_text()
     assert found[1] == trigram.__version__ and f"\nversion: {found[1]}\n" in cited
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "-n", "2", "SCRIPT"]], ids=["help", "run"])
+def test_who_only_starts_ranks_does_without_torch(words: list[str], tmp_path: Path) -> None:
+    """Its import takes seconds, and half a gigabyte of the machine that is to train."""
+    script = tmp_path / "script.py"
+    script.write_text("print('it runs')\n")
+    words = [str(script) if word == "SCRIPT" else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trigram", *words],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=True,
+    )
+    imported = re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE)
+    assert "trigram.cli" in imported and "torch" not in imported
+    assert done.stdout.count("it runs") == (2 if "run" in words else 0), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "it_is"),
+    [
+        (["/venv/bin/trigram", "run"], ["python", "/venv/bin/trigram", "run"], True),
+        (["trigram.exe"], ["trigram.exe"], True),
+        (["-m", "--help"], ["python", "-X", "dev", "-m", "trigram", "--help"], True),
+        (["-m"], ["python", "-m", "trigram.cli.bench"], False),
+        (["-m"], ["python", "-m", "mine.train", "-m", "trigram"], False),
+        (["train.py", "trigram"], ["python", "train.py", "-m", "trigram"], False),
+        (["-c"], ["python", "-c", "import trigram"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_which_process_is_the_command(argv: list[str], orig_argv: list[str], it_is: bool) -> None:
+    assert _command.runs(argv, orig_argv) is it_is
+
+
+def test_what_scripts_use_is_there_in_a_process_of_that_name(tmp_path: Path) -> None:
+    script = tmp_path / "trigram"
+    script.write_text(
+        "import sys, trigram.errors\n"
+        "from trigram import collectives\n"
+        "import trigram.algorithms.graphs\n"
+        "assert 'trigram.model' not in sys.modules\n"
+        "assert trigram.TimeoutError is trigram.errors.TimeoutError\n"
+        "assert 'trigram.model' in sys.modules and len(trigram.algorithms()) > 8\n"
+        "from trigram import *\n"
+        "assert with_bagua is trigram.with_bagua and trigram.collectives is collectives\n"
+        "assert sorted(trigram.__all__) == trigram.__all__\n"
+        "try:\n"
+        "    trigram.no_such_name\n"
+        "except AttributeError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
+    )
+    assert done.stdout == "module 'trigram' has no attribute 'no_such_name'\n", done.stderr
 
 
 def test_the_conda_package_needs_what_the_wheel_needs() -> None:

@@ -67,6 +67,8 @@ def main() -> None:
     """The `trigram` console script."""
     try:
         app(prog_name="trigram")
+    except SystemExit:  # as usual: first, for the next line imports torch
+        raise
     except trigram.TrigramError as error:
         # The text names the operation, the rank and what to do: a traceback adds nothing.
         sys.exit(f"trigram: {type(error).__name__}: {error}")
@@ -179,9 +181,9 @@ def run_command(
             named, ranks, words, ssh=ssh, python=python, port=port, more=env or [], least=least
         )
         raise typer.Exit(code)
-    from trigram.cli import nodes  # likewise
+    from trigram.cli.node_counts import Nodes  # likewise
 
-    several = nodes.Nodes.parse(nnodes, place)
+    several = Nodes.parse(nnodes, place)
     if several.most > 1 and endpoint is None:
         raise typer.BadParameter(
             f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, one of the machines and a free port there"
@@ -197,6 +199,8 @@ def run_command(
     with ExitStack() as stack:
         more = {} if port is None else {"MASTER_PORT": str(port)}
         if endpoint is not None:
+            from trigram.cli import nodes  # likewise; it loads torch
+
             meeting = stack.enter_context(nodes.met(endpoint, several, ranks, patience, least))
             of, more, elsewhere = meeting.part, meeting.environment, meeting.tally
             if several.least == several.most:

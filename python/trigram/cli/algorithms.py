@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import trigram
-from trigram.algorithms import graphs
+from trigram.algorithms import graphs, names
 from trigram.algorithms.trigram import WHO
 
 SIZES = (4, 5, 8, 16, 32)
@@ -21,7 +20,7 @@ def show() -> None:
         console = Console(width=110)
     # No table: the longest text about one is as wide as a terminal, and columns beside it would vanish.
     lines = [Text(f" {'name':<34}{'who/what/when':<33}averaged", "bold"), Text(f" {'─' * 78}")]
-    for entry in trigram.algorithms():
+    for entry in names.algorithms():
         three = f"{entry['who']}/{entry['what']}/{entry['when']}"
         row = Text.assemble(" ", (f"{entry['name']:<33} ", "bold"), f"{three:<32} {entry['carry']}")
         lines += [row, Text(f"   {entry['about']}")]

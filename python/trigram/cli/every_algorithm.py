@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trigram
+from trigram.algorithms.names import algorithms
 from trigram.cli import workloads
 
 DDP = "DDP (gloo)"
@@ -61,7 +62,7 @@ def run(out: Path) -> list[Result]:
     """
     dist.init_process_group("gloo")
     trigram.init()
-    names: list[str | None] = [None, *(entry["name"] for entry in trigram.algorithms())]
+    names: list[str | None] = [None, *(entry["name"] for entry in algorithms())]
     console = Console(quiet=trigram.rank() != 0)
     # In a narrower table the columns would be cut.
     console.width = max(console.width, 100)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import typer
 
 from trigram.cli import job_store
+from trigram.cli.node_counts import Nodes
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, NoAnswerError, answered
 from trigram.runtime.launch import END_SECONDS, Elsewhere, Part
@@ -45,43 +46,6 @@ stopped itself, or could not reach the store, has not looked."""
 _GONE_SECONDS = 15.0
 """The same, for a launcher that would come in its place."""
 _ANSWER = 5.0
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """How many launchers take part.
-
-    Attributes:
-        least: The job begins when so many have met.
-        most: So many may run at a time.
-        place: This one's number, from 0; None: in the order in which they come.
-    """
-
-    least: int
-    most: int
-    place: int | None = None
-
-    @staticmethod
-    def parse(text: str, place: int | None) -> Nodes:
-        """From ``N`` or ``MIN:MAX``.
-
-        Raises:
-            typer.BadParameter: It is neither.
-        """
-        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= least <= most:
-            raise typer.BadParameter(f"--nnodes {text} is neither a number of machines nor MIN:MAX of them")
-        if place is not None and (least != most or not 0 <= place < least):
-            raise typer.BadParameter(
-                f"--node-rank {place}: with --nnodes {text} it is from 0 to {least - 1}"
-                + ("; with MIN:MAX machines are numbered as they come" if least != most else "")
-            )
-        return Nodes(least, most, place)
-
-    def __str__(self) -> str:
-        """As :meth:`parse` reads it."""
-        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
 
 
 @dataclass

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trigram.errors import ConfigError
 from trigram.runtime.end_signals import EndSignals
 from trigram.runtime.launch import END_SECONDS, FOLLOWED, POLL_SECONDS, end, wait
+from trigram.runtime.launchers import config_error
 from trigram.runtime.rank_output import RankOutput
 
 PASSED = ("TRIGRAM_", "NCCL_", "OMP_", "TORCH_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
@@ -65,7 +65,7 @@ def command(ssh: str, host: str, words: Sequence[str]) -> list[str]:
     """
     run = shlex.split(ssh)
     if not run:
-        raise ConfigError("--ssh is empty; it is the command that runs another on a host, such as ssh")
+        raise config_error("--ssh is empty; it is the command that runs another on a host, such as ssh")
     # ssh gives them to a shell there, which would split and expand them.
     is_ssh = Path(run[0]).name == "ssh"
     return [*run, host, *(shlex.quote(word) if is_ssh else word for word in words)]
@@ -196,13 +196,13 @@ def obey(source: int, moves: bool = True) -> None:
         told: Any = json.loads(_line(source))
         environment, folder = dict(told["environment"]), str(told["folder"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("this is what trigram run --hosts, or doctor --hosts, starts on a host") from error
+        raise config_error("this is what trigram run --hosts, or doctor --hosts, starts on a host") from error
     os.environ.update({str(k): str(v) for k, v in environment.items()})
     try:
         if moves:
             os.chdir(folder)
     except OSError as error:
-        raise ConfigError(
+        raise config_error(
             f"run: this host has no folder {folder} ({error.strerror}); the script must be in the same place "
             "on all hosts"
         ) from error

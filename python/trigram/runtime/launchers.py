@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trigram.errors import ConfigError
-
 _FIRST_SPECIAL_STEP = 0xFFFF_FF00
 """Slurm numbers the steps that ``srun`` has not launched, such as batch scripts, from the top."""
 MEMBER = "TRIGRAM_MEMBER_FILE"
@@ -92,7 +90,7 @@ def set_variables(env: MutableMapping[str, str], rank: int | None = None, size: 
     if size == 1 and process.rank == 0:
         return ""  # alone, as without a launcher
     if size is None:
-        raise ConfigError(_message(process, env, "the number of ranks is not known"))
+        raise config_error(_message(process, env, "the number of ranks is not known"))
     port = process.port or (_port(process.job) if process.job is not None else None)
     found = {
         "RANK": process.rank,
@@ -105,7 +103,7 @@ def set_variables(env: MutableMapping[str, str], rank: int | None = None, size: 
     if "MASTER_ADDR" not in env and (process.host is None or port is None):
         found |= _address_through_mpi(process, env, size)
     elif "MASTER_PORT" not in env and port is None:
-        raise ConfigError(_message(process, env, "MASTER_PORT is not set"))
+        raise config_error(_message(process, env, "MASTER_PORT is not set"))
     named = process.job if "MASTER_PORT" not in env and found["MASTER_PORT"] == port else None
     for name, value in found.items():
         if value is not None:
@@ -134,7 +132,14 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     try:
         return int(env[name])
     except ValueError:
-        raise ConfigError(f"init: {name}={env[name]!r} is not an integer; correct it") from None
+        raise config_error(f"init: {name}={env[name]!r} is not an integer; correct it") from None
+
+
+def config_error(text: str) -> Exception:
+    """A :class:`trigram.ConfigError`, whose import loads torch: who starts ranks does without, mostly."""
+    from trigram.errors import ConfigError  # see above
+
+    return ConfigError(text)
 
 
 def free_port() -> int:
@@ -265,7 +270,7 @@ def _check(process: Process, env: Mapping[str, str], rank: int | None, size: int
     pairs = (("RANK", rank, process.rank), ("WORLD_SIZE", size, process.size))
     for name, given, launched in pairs:
         if given is not None and launched is not None and given != launched:
-            raise ConfigError(
+            raise config_error(
                 f"init: {name} is {given}, but {process.launcher} has started this process as rank "
                 f"{process.rank} of {process.size} ({_seen(process, env)}); set both RANK and WORLD_SIZE, or "
                 "neither"
@@ -283,16 +288,16 @@ def _message(process: Process, env: Mapping[str, str], what: str) -> str:
 def _address_through_mpi(process: Process, env: Mapping[str, str], size: int) -> dict[str, Any]:
     """Rank 0's address, which all ranks of an MPI launcher learn from MPI itself."""
     if not process.launcher.startswith("mpi"):
-        raise ConfigError(_message(process, env, "the host of rank 0 is not known"))
+        raise config_error(_message(process, env, "the host of rank 0 is not known"))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         what = "MASTER_ADDR is not set, and mpi4py, which finds it between hosts, does not work"
-        raise ConfigError(_message(process, env, f"{what} ({error})")) from error
+        raise config_error(_message(process, env, f"{what} ({error})")) from error
     world = MPI.COMM_WORLD
     if world.size != size:
         what = f"mpi4py sees {world.size} of {size} ranks: it was built for another MPI"
-        raise ConfigError(_message(process, env, what))
+        raise config_error(_message(process, env, what))
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
     address, port = world.bcast((socket.gethostname(), free_port()) if world.rank == 0 else None)
     return {

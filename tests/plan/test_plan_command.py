@@ -43,13 +43,14 @@ def decided(path: Path, **decision: Any) -> Path:
 
 def test_offline(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    rest = ["--hosts", "2", "--rate", "1gbit", "--rtt", "0.2ms", "--allow", "close", "--json", str(out)]
+    # So slow that fewer bytes count for more than codecs, which are measured on this machine as busy as it is.
+    rest = ["--hosts", "2", "--rate", "100mbit", "--rtt", "0.2ms", "--allow", "close", "--json", str(out)]
     done = CliRunner().invoke(app, [*OFFLINE, *rest])
     assert done.exit_code == 0, done.output
     says(
         done.output,
         "11M parameters, 2 ranks on 2 hosts",
-        "0.948 Gbit/s",
+        "0.0948 Gbit/s",
         "exact: gradient_allreduce",
         "close: bytegrad",
     )

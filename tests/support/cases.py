@@ -48,6 +48,7 @@ def launch(
     end = time.monotonic() + MAX_SECONDS
     while left and time.monotonic() < end:
         with Ranks(world, _run_cases, module, where, left, **options) as ranks:
+            ranks.name = f"{module}.{where} on {world} ranks ({options.get('transport', 'shm')})"
             report: str | None = None
             try:
                 ranks.results(patience, renew=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +264,38 @@ def join_while_averaging(rank: int, world: int, algorithm: str) -> None:
         assert bool(flatten(list(model.parameters())).isfinite().all())
     trigram.consensus(model)
     same_on_all_ranks(rank, world, f"join-{algorithm.replace('/', '-')}", model.parameters())
+
+
+@CASES.over("ignore", "check_replicas")
+def join_with(rank: int, world: int, option: str) -> None:
+    """What is left alone stays each rank's own; a rank without inputs is no replica that differs."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given: dict[str, Any] = (
+        {"ignore": ["1.weight", "1.bias"]} if option == "ignore" else {"check_replicas": 1}
+    )
+    trigram.with_bagua(model, optimizer=optimizer, **given)
+    mine = model[1].weight.detach().clone()
+    with trigram.join(model):
+        for step in range(2 * rank):
+            optimizer.zero_grad()
+            model(x(rank, step)[:, :3]).square().mean().backward()
+            if option == "ignore":
+                assert model[1].weight.grad is not None
+                model[1].weight.grad = None
+                model[1].bias.grad = None
+            optimizer.step()
+    if option == "ignore":
+        assert torch.equal(mine, model[1].weight.detach())
+    same = [model[0].weight.detach()] if option == "ignore" else list(model.parameters())
+    same_on_all_ranks(rank, world, f"{option}-joined", [p.detach() for p in same])
+    for step in range(3):
+        optimizer.zero_grad()
+        model(x(rank, step)[:, :3]).square().mean().backward()
+        optimizer.step()
+    same_on_all_ranks(rank, world, f"{option}-trained", [model[0].weight.detach()])
+    trigram.unwrap(model)
 
 
 @CASES.over("async", "async_low_precision", "outside")

@@ -18,7 +18,7 @@ from tests.support.elastic_run import loss_of, model, optimizer, weights
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say, scratch, until
 from tests.support.marks import long
 from trigram.elastic import membership
-from trigram.model import elastic_gather
+from trigram.model import consensus, elastic_gather
 
 pytestmark = pytest.mark.waits
 
@@ -27,6 +27,75 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "local_sgd": {"every": 3}, "diloco": {"every": 3}, "decentralized": {}, "async": {}
 }  # fmt: skip
 """Algorithms that average weights."""
+
+
+EVALUATED: dict[str, dict[str, Any]] = {"gradient_allreduce": {}, "local_sgd": {"every": 3}, "async": {}}
+
+
+def _evaluates(
+    rank: int, world: int, algorithm: str, by: str, where: str, again: bool = False
+) -> tuple[list[float], int]:
+    """A training that looks at the mean of the weights after each third step; the means, and the steps. Rank
+    2 dies the second time when others are in that call: they wait for it, or have averages already."""
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, **EVALUATED[algorithm])
+    means: list[float] = []
+    real = consensus.gather
+
+    def late(*arguments: Any) -> Any:
+        if len(means) == 1 and not again:
+            flag(f"late-{rank}")
+            if rank == 2:
+                for other in range(2):
+                    await_flag(f"late-{other}")
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    if where == "averaged":
+        consensus.gather = late
+    flag(f"entered-{rank}" + "-again" * again)
+    for step in range(trigram.stats(net)["steps"], 30):
+        opt.zero_grad()
+        loss_of(net, step, rank).backward()
+        opt.step()
+        if step > 9 and not (scratch() / "flag-entered-2-again").exists():
+            time.sleep(0.3)
+        if step % 3 < 2:
+            continue
+        if where == "waits" and len(means) == 1 and not again:
+            if rank == 2:
+                for other in range(2):
+                    await_flag(f"comes-{other}")
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            flag(f"comes-{rank}")
+        if by == "block":
+            with trigram.consensus(net):
+                mean = weights(net)
+        else:
+            mean = torch.cat([t.double().flatten() for t in trigram.consensus_state_dict(net).values()])
+        means.append(float(mean.double().sum()))
+    return means, trigram.stats(net)["steps"]
+
+
+@pytest.mark.parametrize("where", ["waits", "averaged"])
+@pytest.mark.parametrize("by", ["block", "state_dict"])
+@pytest.mark.parametrize("algorithm", list(EVALUATED))
+def test_a_rank_is_lost_while_others_evaluate(algorithm: str, by: str, where: str) -> None:
+    """All that remain have the same mean, go on, and the rank comes back to calls that are theirs."""
+    with Ranks(3, _evaluates, algorithm, by, where) as ranks:
+        until(lambda: not ranks.hear(0.1) or ranks.ranks[2].ended, 60, "a loss")
+        ranks.restart(2, _evaluates, algorithm, by, where, True)
+        results = ranks.results(90)
+    assert [steps for _, steps in results] == [30] * 3
+    means = [found for found, _ in results]
+    assert len(means[0]) == 10 and means[0][:-1] == means[1][:-1], means
+    # Who has joined in this step calls it alone; at the end others may have gone.
+    assert 1 < len(means[2]) < 9 and means[2][1:-1] == means[0][-len(means[2]) + 1 : -1], means
 
 
 def _gathers(

@@ -43,7 +43,7 @@ def decided(path: Path, **decision: Any) -> Path:
 
 def test_offline(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    # So slow that fewer bytes count for more than codecs, which are measured on this machine as busy as it is.
+    # So slow that fewer bytes count for more than codecs, which are measured here, busy as this machine is.
     rest = ["--hosts", "2", "--rate", "100mbit", "--rtt", "0.2ms", "--allow", "close", "--json", str(out)]
     done = CliRunner().invoke(app, [*OFFLINE, *rest])
     assert done.exit_code == 0, done.output

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
+from torch import nn
+
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.exchange import Line
 from trigram.averaging.gradient_filter import GradientFilter
@@ -102,6 +104,10 @@ class ModelGroups:
             self.non_finite_check.group = self.control
         self.be_patient(self.patient)
 
+    def averaged(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters of the model that are not left alone."""
+        return [p for name, p in model.named_parameters() if name not in self.ignored]
+
     def be_patient(self, patient: bool) -> None:
         """Lets calls take any time, or as long as those of ``group``.
 
@@ -112,6 +118,16 @@ class ModelGroups:
         for group in (self._plain, self.second_phase, self.control):
             group.timeout = None if patient else self.group.timeout
             group.describe = self.description
+
+    @contextlib.contextmanager
+    def among(self, control: Group) -> Iterator[None]:
+        """A block in which the model's ranks, for calls between steps, are those of this group."""
+        before = self.control, self.size
+        self.control, self.size = control, control.size
+        try:
+            yield
+        finally:
+            self.control, self.size = before
 
     @contextlib.contextmanager
     def within(self, seconds: float | None) -> Iterator[None]:

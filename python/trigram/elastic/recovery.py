@@ -20,7 +20,7 @@ from trigram.elastic import draining, joining, losses, membership, orders, place
 from trigram.elastic.answers import Answers
 from trigram.elastic.membership import Leaving, MembershipChange, current
 from trigram.errors import DrainError, MisuseError, TimeoutError
-from trigram.runtime import job, logs, world
+from trigram.runtime import job, logs, serving, world
 from trigram.runtime.group import Group
 from trigram.runtime.job import Part
 
@@ -205,8 +205,8 @@ def _describe_change(
 def recover(boundary: bool = True, complete: bool = False, renew: bool = False) -> MembershipChange:
     """Removes lost ranks, admits new ones, and lets all models continue. All members call it.
 
-    Where ranks are not in step, each call counts as between two steps, and always begins a new epoch: some
-    ranks may have come because their calls were aborted, and calls aborted in an epoch cannot be made again.
+    Where ranks are not in step, each call begins a new epoch: some ranks may have come because their calls
+    were aborted, and calls aborted in an epoch cannot be made again.
 
     Args:
         boundary: This rank is between two steps.
@@ -218,7 +218,8 @@ def recover(boundary: bool = True, complete: bool = False, renew: bool = False) 
         DrainError: All ranks were asked to leave.
         SystemExit: This one was, and has left.
     """
-    with current()[1].history.waste():
+    # What looks whether a call is to end, such as because a rank is lost, is not to end this.
+    with current()[1].history.waste(), serving.looking(lambda: None):
         return _recover(boundary, complete, renew)
 
 
@@ -228,9 +229,7 @@ def _recover(boundary: bool, complete: bool, renew: bool) -> MembershipChange:
     while True:
         models = job.here().part(_Models).of(current()[0].group)
         out_of_step = not all(m.in_step for m in models)
-        change = membership.change_membership(
-            boundary or out_of_step, complete, out_of_step or renew, _leaving(models)
-        )
+        change = membership.change_membership(boundary, complete, out_of_step or renew, _leaving(models))
         if change.leaves:
             leave(models)
         _, mine = current()

@@ -148,11 +148,10 @@ class GradientSync(StepHooks):
     def prepare_pass(self, model: nn.Module, src: int, in_backward: bool) -> None:
         """See :meth:`before_pass`; ``src``: the group rank whose buffers all ranks get."""
         every = self.groups.check_replicas
-        joining = self.elastic.newcomers  # these ranks have not received their weights yet
-        if every and self.since % every == 0 and self.since and not joining:
-            named = model.named_parameters()
-            mine = [p for name, p in named if name not in self.groups.ignored]
-            check_replicas(mine, self.before_passes, self.steps)
+        # Who joins has not received its weights yet, and who has no inputs makes no updates.
+        behind = self.elastic.newcomers or (self.join is not None and self.join.is_uneven)
+        if every and self.since % every == 0 and self.since and not behind:
+            check_replicas(self.groups.averaged(model), self.before_passes, self.steps)
         if not self._follow_changes(model, in_backward):
             self.order.learn()
         if self.at_boundary is not None:

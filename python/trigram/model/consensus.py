@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +14,14 @@ from trigram import collectives
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import unequal
+from trigram.elastic import membership
+from trigram.elastic.answers import Answers
+from trigram.errors import AbortedError
 from trigram.mixing.step import AveragingStep
+from trigram.model.elastic_gather import gather, is_alone, repeated
 from trigram.model.shards import collect
 from trigram.model.wrapped import WrappedModel, lookup
+from trigram.runtime import job, world
 from trigram.steps.model_changes import agree_on_layouts, layouts
 from trigram.steps.step_hooks import StepHooks
 from trigram.training.schedule import EverySteps
@@ -75,17 +82,21 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     hooks = wrapped.hooks
     if hooks is None:
         return Consensus(model, [], None)
-    _settle(hooks, timeout)
-    _agree(hooks, model)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    ignored = _ignored(wrapped)
-    tensors = _to_average([t.detach() for _, t in named if t.numel() and t.data_ptr() not in ignored], hooks)
-    replicas = [(t, t.clone()) for t in tensors]
-    mean_of(tensors, hooks.groups)
+    mean = _Mean(hooks)
+
+    def average() -> None:
+        _settle(hooks, timeout)
+        _agree(hooks, model)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        ignored = _ignored(wrapped)
+        mean.take([t.detach() for _, t in named if t.numel() and t.data_ptr() not in ignored])
+
+    _together(hooks, average, mean.undo)
+    mean.put_back()
     if isinstance(hooks, WeightSync):
         hooks.moved_here()
     collect(model)
-    return Consensus(model, replicas, hooks)
+    return Consensus(model, mean.replicas, hooks)
 
 
 @torch.no_grad()
@@ -113,12 +124,26 @@ def consensus_state_dict(
         MismatchError: A parameter or buffer has another shape or dtype on some ranks; the message names it.
     """
     wrapped = lookup(model, "consensus_state_dict")
-    hooks = wrapped.hooks
-    if hooks is not None:
+    if (hooks := wrapped.hooks) is None:
+        return _copied(model, set(), device)[0]
+    found: list[dict[str, Any]] = []  # the last counts
+
+    def average() -> None:
         _settle(hooks, timeout)
         _agree(hooks, model)
+        state, tensors = _copied(model, _ignored(wrapped), device)
+        mean_of(_to_average(tensors, hooks), hooks.groups)
+        found[:] = [state]
+
+    _together(hooks, average)
+    return found[0] if found else _copied(model, set(), device)[0]
+
+
+def _copied(
+    model: nn.Module, ignored: set[int], device: torch.device | str | None
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A copy of a model's state, and the tensors in it that have values, but for those at these addresses."""
     state = model.state_dict()
-    ignored = _ignored(wrapped)
     copies: dict[Any, torch.Tensor] = {}
     left: set[Any] = set()
     for name, value in state.items():
@@ -131,11 +156,77 @@ def consensus_state_dict(
             if value.data_ptr() in ignored:
                 left.add(same)
         state[name] = copies[same]
-    if hooks is not None:
-        mean_of(
-            _to_average([t for k, t in copies.items() if t.numel() and k not in left], hooks), hooks.groups
-        )
-    return state
+    return state, [t for k, t in copies.items() if t.numel() and k not in left]
+
+
+class _Mean:
+    """The averages of a model's tensors, in their place.
+
+    Attributes:
+        replicas: Each tensor, and a copy of what this rank had in it.
+    """
+
+    def __init__(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
+        self._taken = self._undone = False
+        self.replicas: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(self, tensors: list[torch.Tensor]) -> None:
+        """Averages tensors; once more after :meth:`undo`."""
+        self._taken = self._undone = False
+        averaged = _to_average(tensors, self._hooks)
+        self.replicas = [(t, t.clone()) for t in averaged]
+        mean_of(averaged, self._hooks.groups)
+        self._taken = True
+
+    def undo(self) -> None:
+        """A rank was lost: this one has its own values again. Averages that are complete are kept; another
+        rank may know that all have them, and make them no more."""
+        if self._taken:
+            self._swap()
+            self._undone = True
+        elif self.replicas:
+            coalesced.copy_all(*zip(*self.replicas, strict=True))
+            self.replicas = []
+
+    def put_back(self) -> None:
+        """All have the averages."""
+        if self._undone:
+            self._swap()
+            self._undone = False
+
+    def _swap(self) -> None:
+        for t, other in self.replicas:
+            mine = t.clone()
+            t.copy_(other)
+            other.copy_(mine)
+
+
+def _together(
+    hooks: StepHooks, average: Callable[[], None], undo: Callable[[], object] | None = None
+) -> None:
+    """Calls ``average`` on all ranks; in an elastic job again if a rank is lost meanwhile, and not on a rank
+    that makes this call of its script alone."""
+    if not hooks.elastic.can_redo:
+        average()
+        return
+    if is_alone():
+        return
+    calls, groups = job.here().part(Answers), hooks.groups
+
+    def make() -> tuple[bytes, bool]:
+        # Who has joined and has no state yet waits for it until all begin their next step.
+        there = calls.group()
+        apart = [r for r in groups.control.ranks if r not in there.ranks]
+        if apart and there.ranks != [r for r in groups.control.ranks if r not in apart]:
+            there = world.current().among(
+                there, there.name, [r for r in groups.control.ranks if r not in apart]
+            )
+        with groups.among(there) if apart else contextlib.nullcontext():
+            average()
+        return b"", gather(b"", calls.group(), calls.tells)[1]
+
+    repeated(make, undo)
 
 
 def _averaging_steps(hooks: StepHooks | None) -> list[AveragingStep]:
@@ -148,7 +239,8 @@ def _averaging_steps(hooks: StepHooks | None) -> list[AveragingStep]:
 def _settle(hooks: StepHooks, timeout: float | None) -> None:
     """Waits for all ranks; ends the averaging steps under way and applies them."""
     if isinstance(hooks, WeightSync):
-        hooks.drain(timeout, between_steps=True)
+        if not hooks.settle(timeout):
+            raise AbortedError(membership.why_aborted())  # which ends this try
     else:
         hooks.abort_failed(timeout)
         _await_all(hooks, timeout)

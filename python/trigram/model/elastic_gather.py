@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,40 +55,61 @@ def elastic_all_gather(value: Any) -> list[Any]:
     data = serialization.pack(value, _WHAT)
     if not isinstance(mine, Membership):
         return _values(gather(data.numpy().tobytes(), now.group)[0])
-    calls = job.here().part(Answers)
-    if joining.must_join() or calls.alone:
-        calls.skip()
+    if is_alone():
         return [serialization.unpack(data, now.rank)]
+    calls = job.here().part(Answers)
     if any(model.recovery.keeps_weights for model in recovery.trained()):
         raise MisuseError(
             f"{_WHAT}: the algorithm averages weights, and a forward pass has begun a step; call it before "
             "the forward pass, or after the update"
         )
-    number = calls.done + 1
-    with calls.called():
-        _make(calls, number, data)
+
+    def make() -> tuple[bytes, bool]:
+        now, mine = current()
+        counts = not mine.newcomer and now.rank in mine.training()
+        gathered, told = gather(data.numpy().tobytes() if counts else b"", calls.group(), calls.tells)
+        return serialization.pack([_tensor(each) for each in gathered], _WHAT).numpy().tobytes(), told
+
+    repeated(make)
     kept = serialization.unpack(_tensor(calls.last), now.rank)
     return _values([each.numpy().tobytes() for each in kept])
 
 
-def _make(calls: Answers, number: int, data: torch.Tensor) -> None:
-    """Makes the call of this number, with the members that there are in the end."""
+def is_alone() -> bool:
+    """Whether this rank makes this call of its script without the others, in an elastic job that it joins."""
+    calls = job.here().part(Answers)
+    if not (joining.must_join() or calls.alone):
+        return False
+    calls.skip()
+    return True
+
+
+def repeated(make: Callable[[], tuple[bytes, bool]], undo: Callable[[], object] | None = None) -> None:
+    """Makes a call of the script, in an elastic job, with the members that there are in the end.
+
+    Args:
+        make: Makes it, and ends with :func:`gather`, so that it ends on no rank before all have come that
+            far. Returns the answer, which is told to ranks that were in it when a rank was lost; and whether
+            one has :attr:`Answers.tells`.
+        undo: Called after a loss, before the ranks change the membership.
+    """
+    calls = job.here().part(Answers)
+    number = calls.done + 1
+    # Ranks that are not in step change the membership when one sees that they are to, and it aborts the
+    # others' calls. Nobody joins meanwhile: its script would not come to this call.
     out_of_step = not all(model.in_step for model in recovery.trained())
-    while calls.done < number:
-        now, mine = current()
-        counts = not mine.newcomer and now.rank in mine.training()
-        # Ranks that are not in step regroup when they see that they are to, and abort calls of the ranks that
-        # they know to take part; one that has just joined may be in another.
-        with losses.caught() as lost, serving.looking(_look) if out_of_step else contextlib.nullcontext():
-            gathered, told = gather(data.numpy().tobytes() if counts else b"", calls.group(), calls.tells)
-            answer = serialization.pack([_tensor(each) for each in gathered], _WHAT)
-            calls.complete(answer.numpy().tobytes(), told)
-        if losses.agreed(bool(lost)):
-            recovery.regroup()
+    with calls.called():
+        while calls.done < number:
+            with losses.caught() as lost, serving.looking(_look) if out_of_step else contextlib.nullcontext():
+                calls.complete(*make())
+            if losses.agreed(bool(lost)):
+                if undo is not None:
+                    undo()
+                recovery.regroup()
 
 
 def _look() -> None:
-    if any(model.is_called() for model in recovery.trained()):
+    if membership.has_lost():
         raise AbortedError(membership.why_aborted())
 
 

@@ -121,6 +121,7 @@ class ElasticModel:
         self.arrived: list[int] = []
         self.is_new = self.behind = self.admitted = self._between_steps = False
         self._owed: tuple[list[int], Group] | None = None
+        self._owes_change = False  # since a call in a step was aborted, or a rank was lost in it
         self._stay, self._history = job.here().stay, current()[1].history
 
     def _find_places(self) -> None:
@@ -218,7 +219,7 @@ class ElasticModel:
             MismatchError: This rank's model or algorithm is not that of the job.
         """
         # The epoch has ended in which it was to come.
-        self.transfer.receiving, self._owed = None, None
+        self.transfer.receiving, self._owed, self._owes_change = None, None, False
         if not fresh:
             if (ranks := places.training_group()) is not group:
                 self.groups.group.become(ranks)
@@ -331,10 +332,11 @@ class ElasticModel:
 
     def _sent(self, model: nn.Module) -> list[torch.Tensor]:
         """What of a model is sent to a joining rank: not weights of which all take the mean."""
-        weights = list(model.parameters())
+        taken: set[int] = set()
         if self.recovery.takes_mean:
-            weights = [p for p in weights if not coalesced.as_real(p.detach()).is_floating_point()]
-        return [*weights, *model.buffers()]
+            averaged = self.groups.averaged(model)
+            taken = {id(p) for p in averaged if coalesced.as_real(p.detach()).is_floating_point()}
+        return [*(p for p in model.parameters() if id(p) not in taken), *model.buffers()]
 
     def abort_calls(self) -> None:
         """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
@@ -434,8 +436,8 @@ class ElasticModel:
                     mine.change_pending = self._is_change_pending()
         # The other ranks of the replica may have made the step, or not know of the loss yet.
         called = called and mine.replicas.size > 1
-        if self.agreed(bool(lost) or called) and self.in_step:
-            self.regroup(boundary=False)
+        if self.agreed(bool(lost) or called):
+            self._regroup_in_step()
         self.end_step()
 
     def between_steps(self) -> None:
@@ -444,7 +446,7 @@ class ElasticModel:
         state."""
         job.here().part(Answers).joins = False
         self.send_owed()
-        if self.agreed(self._mine().change_pending or self.is_called()):
+        if self.agreed(self._mine().change_pending or self._owes_change or self.is_called()):
             self.regroup()
             self.end_step()
         elif not self.in_step and job.here().part(draining.Draining).is_overdue():
@@ -481,6 +483,10 @@ class ElasticModel:
         step."""
         return membership.has_lost() or (not self.in_step and membership.regroup_requested())
 
+    def has_lost(self) -> bool:
+        """Whether this rank knows that a member is lost."""
+        return membership.has_lost()
+
     def is_loss(self, error: TrigramError) -> bool:
         """Whether an error is due to a lost rank, so that the job continues."""
         return is_loss(error)
@@ -503,7 +509,15 @@ class ElasticModel:
         with losses.caught() as lost:
             yield
         if self.agreed(bool(lost)):
+            self._regroup_in_step()
+
+    def _regroup_in_step(self) -> None:
+        """Regroups in the middle of a step, or, where ranks are not in step, when it is over: ranks join and
+        leave only if all are between two steps, and here a rank that is comes to others that are not."""
+        if self.in_step:
             self.regroup(boundary=False)
+        else:
+            self._owes_change = True
 
     def agreed(self, lost: bool) -> bool:
         """See :func:`trigram.elastic.losses.agreed`."""

@@ -61,6 +61,9 @@ class Elasticity(Protocol):
     def is_called(self) -> bool:
         """Whether this rank must regroup with the others."""
 
+    def has_lost(self) -> bool:
+        """Whether this rank knows that another is lost."""
+
     def is_loss(self, error: TrigramError) -> bool:
         """Whether an error was caused by a lost rank, so that the others continue."""
 
@@ -106,6 +109,10 @@ class FixedRanks:
         """See :class:`Elasticity`."""
 
     def is_called(self) -> bool:
+        """See :class:`Elasticity`."""
+        return False
+
+    def has_lost(self) -> bool:
         """See :class:`Elasticity`."""
         return False
 

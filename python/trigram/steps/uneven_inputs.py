@@ -38,6 +38,11 @@ class UnevenInputs:
         self.present = list(range(self.control.size))
         self.at_start = [m.hooks.steps - m.hooks.idle_steps for m in models]
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a rank has no inputs left, as far as all know."""
+        return len(self.present) < self.control.size
+
     def announce(self, hooks: Joinable | None) -> list[int]:
         """Tells all ranks that this one makes a step of a model, or has no inputs left (None).
 
@@ -47,7 +52,7 @@ class UnevenInputs:
         Raises:
             MisuseError: Ranks are at steps of different models; or ``throw``, and a rank has no inputs left.
         """
-        if hooks is not None and len(self.present) < self.control.size:
+        if hooks is not None and self.is_uneven:
             self._check_apart(hooks)
         number = next((k for k, other in enumerate(self.models) if other.hooks is hooks), -1)
         told = self._tell_all(number)
@@ -112,6 +117,8 @@ class UnevenInputs:
         made = hooks.steps - hooks.idle_steps - before
         counts = [count for (count,) in tell_all([made], hooks.groups.control)]
         longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
-        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, hooks.groups.control)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        kept = [t for name, t in named if name not in hooks.groups.ignored]
+        coalesced.broadcast(kept, longest, hooks.groups.control)
         if min(counts) < max(counts):
             trained.share_optimizers(longest)

@@ -45,7 +45,8 @@ class GradientsWithoutInputs(WithoutInputs):
         """See :class:`WithoutInputs`. What a script changes there itself, such as a scheduler the learning
         rate, may differ from now on."""
         why = "ranks have made unequal numbers of updates"
-        shared_optimizers.share(list(self.model.parameters()), longest, self._sync.groups, "join", why)
+        groups = self._sync.groups
+        shared_optimizers.share(groups.averaged(self.model), longest, groups, "join", why)
         self._sync.since_fewer = 0
 
     def block_ends(self) -> None:

@@ -108,7 +108,7 @@ class WeightRecovery(StepRecovery):
         """Replaces the weights by their mean over the ranks of a group that are not new."""
         model = self._sync.model()
         assert model is not None  # the other ranks make these calls too, and would wait for this one
-        weights = (coalesced.as_real(p.detach()) for p in model.parameters())
+        weights = (coalesced.as_real(p.detach()) for p in self._sync.groups.averaged(model))
         for same in coalesced.alike(w for w in weights if w.is_floating_point()):
             averaged = coalesced.Coalesced(same)
             if not is_new:

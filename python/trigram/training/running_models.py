@@ -72,26 +72,36 @@ class _RanksChange(Exception):
     """A rank was lost or is joining, while this one waits for all."""
 
 
-def wait_for_all(hooks: Running, timeout: float | None, end: float | None) -> bool:
+def wait_for_all(hooks: Running, timeout: float | None, end: float | None, admits: bool) -> bool:
     """Waits until all ranks end the averaging steps of a model; False if the ranks must regroup first.
 
     Args:
         hooks: The model's hooks.
         timeout: Seconds; None for the group's.
         end: When they are over, by ``time.monotonic``.
+        admits: This rank may change the membership so that ranks join or leave. In a call that the script
+            makes with all ranks none may, whose script would not make it: it waits until another rank, which
+            has not come to the call, aborts it.
 
     Raises:
         TimeoutError: Not all ranks did within ``timeout`` seconds.
     """
     serving.bind(hooks)
+    if hooks.elastic.has_lost():
+        return False  # this rank may have left out a boundary for it, in which the others make calls
     finish = getattr(hooks.schedule, "finish_pending", None)
     control = hooks.groups.control
     before, control.timeout = control.timeout, timeout if timeout is not None else control.timeout
     arrived: collectives.Work | None = None
+    # What another rank aborts must be under way, also while this one has averaging steps to end.
+    come = None if admits or not hooks.elastic.can_redo else collectives.barrier(control, async_op=True)
 
     def look() -> None:
+        if come is not None and come.is_completed():
+            come.wait()
         # If the barrier has ended, all ranks were there before the loss.
-        if hooks.elastic.is_called() and not (arrived is not None and arrived.is_completed()):
+        called = hooks.elastic.is_called() if admits else hooks.elastic.has_lost()
+        if called and not (arrived is not None and arrived.is_completed()):
             raise _RanksChange
 
     try:

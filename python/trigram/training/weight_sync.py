@@ -284,25 +284,22 @@ class WeightSync(StepHooks):
 
         Args:
             timeout: Seconds; None for the group's.
-            between_steps: Whether this rank's step is over even if no update has followed its backward pass.
-                Then it makes the boundary of a skipped update, for which other ranks may wait.
+            between_steps: Whether all ranks call it in the same place of their scripts, and this rank's step
+                is over even if no update has followed its backward pass. Then it makes the boundary of a
+                skipped update, for which other ranks may wait; and nobody joins or leaves meanwhile.
 
         Raises:
             TimeoutError: Not all ranks called it within ``timeout`` seconds.
         """
-        # Averages in the background may take longer: other ranks still train.
-        with self.groups.within(timeout if isinstance(self.schedule, EverySteps) else None):
-            self.abort_failed()
-            self.boundaries.make(self.tracker.late())
-            if between_steps:
-                self.boundaries.make(self.tracker.draining())
-        self.elastic.send_owed()
+        self._make_late(timeout, between_steps)
+        if not between_steps:
+            self.elastic.send_owed()
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             change = False
             try:
                 with self.elastic.losses() as lost:
-                    change = not wait_for_all(self, timeout, end)
+                    change = not wait_for_all(self, timeout, end, admits=not between_steps)
                     if not change:
                         self.schedule.drain(timeout)
             except TrigramError:
@@ -311,7 +308,27 @@ class WeightSync(StepHooks):
             if not self.elastic.agreed(change or bool(lost)):
                 self.moved_here()
                 return
-            self.elastic.regroup()
+            self.elastic.regroup(boundary=not between_steps)
+
+    @torch.no_grad()
+    def settle(self, timeout: float | None) -> bool:
+        """Like :meth:`drain` between steps, but once: False if the members of an elastic job must change."""
+        self._make_late(timeout, between_steps=True)
+        end = None if timeout is None else time.monotonic() + timeout
+        if not wait_for_all(self, timeout, end, admits=False):
+            return False
+        self.schedule.drain(timeout)
+        self.moved_here()
+        return True
+
+    def _make_late(self, timeout: float | None, between_steps: bool) -> None:
+        """Makes the boundaries of the steps before :meth:`drain`."""
+        # Averages in the background may take longer: other ranks still train.
+        with self.groups.within(timeout if isinstance(self.schedule, EverySteps) else None):
+            self.abort_failed()
+            self.boundaries.make(self.tracker.late())
+            if between_steps:
+                self.boundaries.make(self.tracker.draining())
 
     @torch.no_grad()
     def moved_here(self) -> None:
@@ -337,16 +354,14 @@ class WeightSync(StepHooks):
         """Replaces the weights by their mean over all ranks."""
         self.drain(timeout)
         with torch.no_grad():
-            mean_of(
-                [t.detach() for n, t in model.named_parameters() if n not in self.groups.ignored], self.groups
-            )
+            mean_of([p.detach() for p in self.groups.averaged(model)], self.groups)
 
     def equal_optimizers(self, model: nn.Module) -> None:
         """Gradients are averaged from now on: gives all ranks the optimizers of the first that has the
         state."""
         why = "each rank's optimizer has followed its own gradients"
         source = self.groups.source()
-        shared_optimizers.share(list(model.parameters()), source, self.groups, "switch", why)
+        shared_optimizers.share(self.groups.averaged(model), source, self.groups, "switch", why)
 
     def state(self) -> dict[str, Any]:
         """The number of steps, and the state of the schedule."""

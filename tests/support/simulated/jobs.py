@@ -34,6 +34,7 @@ class Job:
     spares: int
     replica_size: int
     faults: Faults
+    evaluates: int = 0
 
     @staticmethod
     def drawn(choices: random.Random, kinds: tuple[str, ...]) -> Job:
@@ -70,11 +71,13 @@ class Job:
         hosts = 1 if parts else choices.choice((0, 1, 2))
         faults = Faults(kills, tuple(joins), drains, tuple(parts), tuple(outages))
         gathers = choices.random() < 0.6
-        return Job(choices.randrange(1 << 30), ranks, steps, hosts, gathers, spares, size, faults)
+        seed = choices.randrange(1 << 30)
+        evaluates = choices.choice((0, 1, 3))
+        return Job(seed, ranks, steps, hosts, gathers, spares, size, faults, evaluates)
 
     def run(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
         """Runs it; raises if something does not hold."""
-        shape = self.hosts, self.gathers, self.spares, self.replica_size
+        shape = self.hosts, self.gathers, self.evaluates, self.spares, self.replica_size
         run = Run(self.seed, self.ranks, self.steps, self.faults, *shape, algorithm, **options)
         check(run.go(), set(self.faults.kills), self.steps, bool(self.faults.parts), algorithm in EXACT)
 

@@ -74,6 +74,7 @@ class Outcome:
     Attributes:
         steps: By step, the weight after it and the ranks that counted.
         answers: What :func:`trigram.elastic_all_gather` gave it, by step.
+        means: The weight in :func:`trigram.consensus`, by step.
         error: What its script has raised.
         left: It has left because it was asked to.
         asked: It was asked to leave.
@@ -86,6 +87,7 @@ class Outcome:
 
     steps: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    means: dict[int, float] = field(default_factory=dict)
     error: BaseException | None = None
     left: bool = False
     asked: bool = False
@@ -105,6 +107,7 @@ class Run:
         faults: What happens.
         hosts: Ranks of a host, one after the other; 0: all are on one.
         gathers: The script calls ``elastic_all_gather`` between steps.
+        evaluates: After so many steps the script looks at the mean of the weights; 0: never.
         spares: So many of the first ranks, the last of them, are spares.
         replica_size: How many ranks make up a replica.
         algorithm, options: Of ``with_bagua``.
@@ -119,6 +122,7 @@ class Run:
         faults: Faults,
         hosts: int = 0,
         gathers: bool = True,
+        evaluates: int = 0,
         spares: int = 0,
         replica_size: int = 1,
         algorithm: str = "gradient_allreduce",
@@ -127,7 +131,7 @@ class Run:
     ) -> None:
         self.sparse = sparse
         self.spares, self.replica_size = spares, replica_size
-        self.algorithm, self.options = algorithm, options
+        self.algorithm, self.options, self.evaluates = algorithm, options, evaluates
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler)
         # A replica whose ranks have made the last step would be lost when the first of them ends.
@@ -246,6 +250,9 @@ class Run:
             assert counted.steps not in mine.steps, f"step {counted.steps} twice"
             row = [r for r in current()[1].counted or () if r % self.replica_size == mine.place]
             mine.steps[counted.steps] = model.weight.item(), tuple(row)
+            if self.evaluates and counted.steps % self.evaluates == 0:
+                with trigram.consensus(model, _OP_TIMEOUT):
+                    mine.means[counted.steps] = model.weight.item()
 
 
 class _Weight(nn.Module):
@@ -324,10 +331,15 @@ def check(
         for step, made in one.steps.items():
             if weights.setdefault((one.place, step), made) != made and exact:
                 raise AssertionError(f"step {step}: {name} has {made}, others {weights[one.place, step]}")
-    for step in {step for one in outcomes.values() for step in one.answers}:
+    # Who is lost, or goes on no more because it does not reach the others, may have had another answer.
+    lived = [one for name, one in outcomes.items() if name not in killed and one.error is None]
+    for step in {step for one in lived for step in one.answers}:
         # Who joins, or is the only one left, has its own.
-        found = {one.answers[step] for one in outcomes.values() if len(one.answers.get(step, ())) > 1}
+        found = {one.answers[step] for one in lived if len(one.answers.get(step, ())) > 1}
         assert len(found) <= 1 or not exact, f"step {step}: ranks have the answers {found}"
+    for step in range(1, steps):  # at the last one others may have ended, and a rank that is left has its own
+        means = {(one.place, one.means[step]) for one in lived if step in one.means}
+        assert len(dict(means)) == len(means), f"step {step}: ranks have the means {means}"
     gone = {int(name.split()[1]) for name, one in outcomes.items() if name in killed or one.left or one.error}
     for name, one in outcomes.items():
         if name not in killed and one.error is not None and not _may_raise(one, gone, may_stop):

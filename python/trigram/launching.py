@@ -71,6 +71,8 @@ def launch(
             f"launch({function!r}, ranks={ranks!r}) is invalid; pass a function, its arguments and ranks=, a "
             "number of 1 or more"
         )
+    if timeout is not None and (not isinstance(timeout, int | float) or not timeout > 0):
+        raise MisuseError(f"launch: timeout={timeout!r} is no positive number of seconds, or None")
     if job.of_process.world is not None or (launcher.is_rank() and os.environ.get("WORLD_SIZE") != "1"):
         raise MisuseError(
             "launch: this process is a rank already (a launcher started it, or it has called trigram.init); "
@@ -160,7 +162,9 @@ def _failure(folder: Path, outcome: launcher.Outcome, timeout: float | None) -> 
     silent = [r for r, code in enumerate(outcome.codes) if code and r not in errors]
     if silent and not own:
         code = outcome.codes[silent[0]] or 0
-        how = f"was ended by the signal {signal.Signals(-code).name}" if code < 0 else f"has exit code {code}"
+        how = (
+            f"was ended by the signal {launcher.signal_name(-code)}" if code < 0 else f"has exit code {code}"
+        )
         return LaunchError(f"launch: rank {silent[0]} {how}, and has raised no exception")
     rank = min(own or errors, key=lambda r: errors[r][0])
     _, _, text, packed = errors[rank]

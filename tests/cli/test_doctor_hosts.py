@@ -7,15 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import trigram
 from tests.support import netns, patience
-from tests.support.checks import says
-from tests.support.harness import until
-from trigram.cli.between import verdict
+from tests.support.checks import raises, says
+from tests.support.harness import free_port, until
+from trigram.cli.between import meeting, verdict
 from trigram.cli.between.probing import Way, as_dict
 from trigram.runtime import far_links
 
@@ -155,7 +158,7 @@ def test_a_host_that_does_not_start_is_named(several_hosts: None) -> None:
     [
         (["--listen", "1", "--join", "a:1"], "one of --hosts, --listen and --join"),
         (["--hosts", "a"], "two hosts or more"),
-        (["--join", "a"], "HOST:PORT"),
+        (["--join", "a"], "--join 'a' is no HOST:PORT; trigram doctor --listen says"),
     ],
 )
 def test_what_is_wrong_is_said(words: list[str], told: str) -> None:
@@ -165,6 +168,27 @@ def test_what_is_wrong_is_said(words: list[str], told: str) -> None:
     )
     assert done.returncode == 2
     says(" ".join(done.stderr.split()), told)
+
+
+def test_nothing_is_there_or_something_else() -> None:
+    port = free_port()
+    says(
+        raises(trigram.TimeoutError, lambda: meeting.joined("127.0.0.1", port, 0.5)),
+        f"nothing answers at 127.0.0.1:{port}",
+        "Connection refused",
+    )
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    store.set("some", "job's")
+    with pytest.raises(trigram.TimeoutError, match="is that of something else; trigram doctor --listen"):
+        meeting.joined("127.0.0.1", port, 5.0)
+
+
+def test_the_host_that_listens_is_gone() -> None:
+    served = [meeting.served(0, 2)]
+    there = meeting.joined("127.0.0.1", served[0][1], 20.0)
+    threading.Timer(1.0, served.clear).start()  # which ends its server
+    with pytest.raises(trigram.TimeoutError, match="the host that listens has gone"):
+        meeting.take_part(there, None, 0.3, 60.0)
 
 
 # The verdict alone.

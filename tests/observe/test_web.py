@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from tests.support import patience
 from tests.support.checks import says
 from tests.support.harness import free_port, until
+from trigram.cli import web
 from trigram.elastic import orders
 from trigram.elastic.join_queue import STATUS
 from trigram.elastic.orders import Period
@@ -178,6 +181,29 @@ def test_what_a_browser_draws(page: str) -> None:
     assert len(re.findall(r'class="stack"', dom)) == 2 and dom.count("<polygon") == 2
     slowest = re.search(r'<tr class="slowest"><td>(\d)</td>', dom)
     assert slowest is not None and slowest[1] == "1"
+
+
+def test_clients_that_go_or_send_nonsense_are_no_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
+    class Idle:
+        text = b"{}" * 1_000_000
+
+    with web.server(Idle(), "127.0.0.1", 0) as serving:  # type: ignore[arg-type]
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        where = serving.server_address[:2]
+        for _ in range(3):
+            with socket.create_connection(where) as client:
+                client.sendall(b"GET /job.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with socket.create_connection(where) as client:
+            client.settimeout(20)
+            client.sendall(
+                b"POST /drain HTTP/1.1\r\nHost: localhost\r\nX-Trigram: drain\r\nContent-Length: "
+                + b"9" * 5000
+                + b"\r\n\r\n"
+            )
+            assert client.recv(100).split()[1] == b"400"
+        serving.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken(job: tuple[dist.Store, int]) -> None:

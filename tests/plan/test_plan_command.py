@@ -69,6 +69,16 @@ def test_links_of_a_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*OFFLINE, "--links", str(links)])
     assert done.exit_code == 2
     says(done.output, "the rate of b", "'fast'")
+    links.write_bytes(b"\xef\xbb\xbfhost,rate\na,1gbit\nb,100mbit\n")  # as spreadsheets write it
+    done = CliRunner().invoke(app, [*OFFLINE, "--links", str(links), "--hosts", "2"])
+    says(done.output, "2 ranks on 2 hosts, 0.0948 to 0.948 Gbit/s")
+    done = CliRunner().invoke(app, [*OFFLINE, "--links", str(links), "--hosts", "3"])
+    assert done.exit_code == 2
+    says(" ".join(done.output.replace("│", " ").split()), "rates of 2 hosts")
+    links.write_bytes(b"h\xe4,1gbit\nb,1gbit\n")
+    done = CliRunner().invoke(app, [*OFFLINE, "--links", str(links)])
+    assert done.exit_code == 2
+    says(done.output, "invalid continuation byte")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +86,12 @@ def test_links_of_a_file(tmp_path: Path) -> None:
     [
         ([], "--params and --compute"),
         (["--params", "1M", "--compute", "1", "--rate", "1gbit"], "no positive number"),
+        (["--params", "1e400", "--compute", "1s", "--rate", "1gbit"], "no positive number"),
+        (["--params", "99999999T", "--compute", "1s", "--rate", "1gbit"], "is not from 1 to"),
+        (
+            ["--params", "1M", "--compute", "1s", "--rate", "1gbit", "--hosts", f"{10**26}"],
+            "less than or equal to 100000",
+        ),
         (["--params", "1M", "--compute", "1s"], "--rate 10gbit"),
         (["--params", "1M", "--compute", "1s", "--rate", "1gbit", "--hosts", "1"], "nobody to average with"),
     ],

@@ -22,6 +22,7 @@ import trigram
 from tests.support import patience
 from tests.support.harness import ROOT, run, until
 from tests.support.marks import long
+from trigram.runtime import launch
 
 pytestmark = pytest.mark.waits
 
@@ -168,6 +169,16 @@ def test_a_result_that_cannot_be_made_again() -> None:
 def test_the_time_is_limited() -> None:
     with pytest.raises(trigram.LaunchError, match=r"timeout=6"):
         trigram.launch(_sleeps, timeout=6)
+
+
+@pytest.mark.parametrize("timeout", ["5", 0, -1.0, float("nan")])
+def test_a_limit_that_is_none(timeout: Any) -> None:
+    with pytest.raises(trigram.MisuseError, match="is no positive number of seconds"):
+        trigram.launch(_sleeps, timeout=timeout)
+
+
+def test_signals_have_names_or_numbers() -> None:
+    assert launch.signal_name(9) == "SIGKILL" and launch.signal_name(40) == "40"
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from trigram._core import interfaces
@@ -72,7 +73,7 @@ def run(as_json: bool = False, report: bool = False) -> int:
         found = list(checks())
     for check in found:
         colour = COLOURS[check.status]
-        table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
+        table.add_row(f"[{colour}]{check.status}[/]", check.name, escape(check.found), escape(check.advice))
     console.print(table)
     if PLUGIN.exists():
         # Not wrapped, so that users can copy the lines.

@@ -25,7 +25,7 @@ def address(text: str | None) -> tuple[str, int]:
 def endpoint(text: str, otherwise: str) -> tuple[str, int]:
     """What ``HOST:PORT`` names; raises ``BadParameter`` with ``otherwise`` for other text."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
         raise typer.BadParameter(otherwise)
     return host.strip("[]"), int(port)
 

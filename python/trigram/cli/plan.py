@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ RATES = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
 PAYLOAD = 0.948
 """Of a link's rate, what payloads get: an MTU of 1500 without headers."""
 MATRIX = 1024
+_MOST_PARAMETERS = 1e12
 
 
 def quantity(text: str, units: dict[str, float], what: str) -> float:
@@ -31,7 +33,7 @@ def quantity(text: str, units: dict[str, float], what: str) -> float:
     found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if found and (unit := _unit(found[2], units)) is not None and found[1].count(".") <= 1:
         value = float(found[1]) * unit
-        if value > 0:
+        if 0 < value < math.inf:
             return value
     known = ", ".join(u for u in units if u)
     raise typer.BadParameter(f"{what} {text!r} is no positive number with one of the units {known}")
@@ -45,10 +47,12 @@ def links(path: Path) -> list[float]:
     """Bytes per second of each host's link, from a file with lines ``host,rate`` such as ``node3,10gbit``."""
     try:
         rows = [
-            row for row in csv.reader(path.read_text().splitlines()) if row and not row[0].startswith("#")
+            row
+            for row in csv.reader(path.read_text("utf-8-sig").splitlines())  # as spreadsheets write it
+            if row and not row[0].startswith("#")
         ]
-    except OSError as error:
-        raise typer.BadParameter(f"--links: {error}") from error
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise typer.BadParameter(f"--links {path}: {error}") from error
     if rows and [cell.strip() for cell in rows[0]] == ["host", "rate"]:
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
@@ -62,7 +66,7 @@ def links(path: Path) -> list[float]:
 def offline(
     params: str,
     compute: str,
-    hosts: int,
+    hosts: int | None,
     ranks_per_host: int,
     rate: str | None,
     rtt: str,
@@ -73,12 +77,19 @@ def offline(
     """The job that the options describe; the costs of codecs are measured here."""
     if links_file is not None:
         rates = links(links_file)
+        if rate is not None or hosts not in (None, len(rates)):
+            raise typer.BadParameter(
+                f"--links {links_file} has the rates of {len(rates)} hosts; leave out --rate and --hosts"
+            )
     elif rate is not None:
-        rates = [PAYLOAD * quantity(rate, RATES, "--rate")] * hosts
+        rates = [PAYLOAD * quantity(rate, RATES, "--rate")] * (2 if hosts is None else hosts)
     else:
         raise typer.BadParameter("give the rate of the links, --rate 10gbit or --links FILE")
     seconds = quantity(compute, SECONDS, "--compute")
-    step = Compute.even(int(quantity(params, UNITS, "--params")), seconds * slow, MATRIX)
+    count = quantity(params, UNITS, "--params")
+    if not 1 <= count <= _MOST_PARAMETERS:
+        raise typer.BadParameter(f"--params {params!r} is not from 1 to {_MOST_PARAMETERS:.0e} parameters")
+    step = Compute.even(int(count), seconds * slow, MATRIX)
     step = dataclasses.replace(step, typical=seconds, cores=cores)
     machines = Machines(tuple(rates), quantity(rtt, SECONDS, "--rtt") / 2, ranks_per_host, cores + 1)
     if ranks_per_host * len(rates) < 2:

@@ -21,14 +21,18 @@ def plan_command(
     compute: Annotated[
         str | None, typer.Option(help="A step of a rank without communication: 420ms.")
     ] = None,
-    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts.")] = 2,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Number of hosts; 2, or those of --links.")
+    ] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     rate: Annotated[str | None, typer.Option(help="Of each host's link: 10gbit, 100mbit.")] = None,
     rtt: Annotated[str, typer.Option(help="From host to host and back: 0.2ms.")] = "0.2ms",
     links: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rates of unequal links, lines of host,rate.")
     ] = None,
-    slow: Annotated[float, typer.Option(min=1.0, help="The slowest rank's step, of the others'.")] = 1.0,
+    slow: Annotated[
+        float, typer.Option(min=1.0, max=1e6, help="The slowest rank's step, of the others'.")
+    ] = 1.0,
     cores: Annotated[float, typer.Option(min=0.1, help="Cores that a rank computes on.")] = 1.0,
     allow: Annotated[Allowed, typer.Option(help="What the plan's decision may change.")] = "exact",
     json_file: Annotated[

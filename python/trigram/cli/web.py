@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import re
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -149,7 +150,7 @@ def server(watch: Watch, host: str, port: int) -> ThreadingHTTPServer:
             # Pages of other origins cannot send this header.
             if self.path not in _ORDERS or self.headers.get("X-Trigram") != self.path[1:]:
                 self._answer(404, "text/plain", b"not here\n")
-            elif not (size.isascii() and size.isdigit()) or int(size) > _LONGEST_ORDER:
+            elif not re.fullmatch("[0-9]{1,9}", size) or int(size) > _LONGEST_ORDER:
                 self._answer(400, "text/plain", b"this is no order\n")
             else:
                 try:
@@ -181,7 +182,13 @@ def server(watch: Watch, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             """Says nothing of requests."""
 
-    return ThreadingHTTPServer((host, port), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Says nothing of clients that go in the middle of an answer."""
+            if not isinstance(sys.exc_info()[1], OSError):
+                super().handle_error(request, client_address)
+
+    return Server((host, port), Handler)
 
 
 def show(store: str | None, host: str, port: int) -> int:
@@ -197,7 +204,7 @@ def show(store: str | None, host: str, port: int) -> int:
             serving.serve_forever()
     except KeyboardInterrupt:
         pass
-    except OSError as error:
+    except (OSError, UnicodeError, TypeError) as error:  # the last two: of the host's name
         raise typer.BadParameter(f"--web {port}: cannot listen on {host}:{port}: {error}") from error
     finally:
         watch.close()

@@ -427,8 +427,13 @@ def _why(output: RankOutput, rank: int, others: bool) -> str:
 
 
 def _how(code: int) -> str:
-    by_signal = f"was ended by the signal {signal.Signals(-code).name}" if code < 0 else ""
-    return by_signal or f"failed with exit code {code}"
+    return f"was ended by the signal {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL; the number of a real-time signal, which has none."""
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(number, str(number))
 
 
 def leave_job() -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 from trigram.cli import remote
 from trigram.cli.between import meeting, verdict
 from trigram.cli.doctor import COLOURS
-from trigram.cli.job_store import address
+from trigram.cli.job_store import endpoint
 from trigram.errors import TrigramError
 
 PORT = 29611
@@ -50,7 +50,9 @@ def listen(port: int, count: int, seconds: float, as_json: bool) -> int:
 
 def join(where: str, seconds: float, as_json: bool) -> int:
     """Takes part in the check that another host serves; returns the exit code."""
-    host, port = address(where)
+    host, port = endpoint(
+        where, f"--join {where!r} is no HOST:PORT; trigram doctor --listen says what it is, on the first host"
+    )
     try:
         store = meeting.joined(host, port, PATIENCE)
     except TrigramError as error:

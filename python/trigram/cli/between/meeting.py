@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from trigram.cli.between import facts
 from trigram.cli.between.probing import Attempt, Listener, Way, as_dict, attempt, measure
-from trigram.errors import TimeoutError
+from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, answered
 
 _WORD, _COUNT, _HOST, _REACH, _WAY, _SAID = (
@@ -37,19 +38,46 @@ def joined(host: str, port: int, seconds: float) -> dist.Store:
     """The store that another host serves.
 
     Raises:
-        TimeoutError: It does not answer.
+        TimeoutError: It does not answer, or serves something else.
     """
+    _connected(host, port, seconds)
+    limit = timedelta(seconds=_ANSWER_SECONDS)
     try:
-        limit = timedelta(seconds=seconds)
-        return answered(
-            lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False),
-            seconds + _ANSWER_SECONDS,
+        store = answered(
+            lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False), 2 * _ANSWER_SECONDS
         )
+        end = time.monotonic() + _ANSWER_SECONDS
+        while not answered(lambda: store.check([_WORD]), _ANSWER_SECONDS):
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"doctor: the store at {host}:{port} is that of something else; trigram doctor --listen "
+                    "must run there, with a port of its own"
+                )
+            time.sleep(_POLL)
+    except TrigramError:
+        raise
     except (dist.DistError, RuntimeError, OSError) as error:
         raise TimeoutError(
-            f"doctor: nothing answers at {host}:{port} within {seconds:.0f} s: trigram doctor --listen "
-            f"{port} must run there, and this host must reach that port ({str(error).splitlines()[0]})"
+            f"doctor: what accepts connections at {host}:{port} is no trigram doctor --listen: "
+            f"{str(error).splitlines()[0]}"
         ) from error
+    return store
+
+
+def _connected(host: str, port: int, seconds: float) -> None:
+    """Waits until something accepts connections there: what refuses them is named, which a store does not."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), _ANSWER_SECONDS).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"doctor: nothing answers at {host}:{port} within {seconds:.0f} s: trigram doctor "
+                    f"--listen {port} must run there, and this host must reach that port ({error})"
+                ) from error
+        time.sleep(0.2)
 
 
 def take_part(served: dist.Store, number: int | None, seconds: float, patience: float) -> dict[str, Any]:
@@ -68,6 +96,17 @@ def take_part(served: dist.Store, number: int | None, seconds: float, patience: 
     Raises:
         TimeoutError: Hosts have not come, or have gone.
     """
+    try:
+        return _take_part(served, number, seconds, patience)
+    except TrigramError:
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        raise TimeoutError(
+            f"doctor: the host that listens has gone, and the check ends here: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _take_part(served: dist.Store, number: int | None, seconds: float, patience: float) -> dict[str, Any]:
     store = AnsweringStore(served, time.monotonic() + patience)
     word, count = store.get(_WORD).decode(), int(store.get(f"{_COUNT}/wanted"))
     me = store.add(_COUNT, 1) - 1 if number is None else number
@@ -124,7 +163,7 @@ def _awaited(store: AnsweringStore, key: str, seconds: float, what: str, count: 
                 raise dist.DistError(key)
             time.sleep(_POLL)
         return json.loads(store.get(key))
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError) as error:  # also if the store has gone, and then this raises
         came = [i for i in range(count) if store.check([_HOST.format(i)])]
         raise TimeoutError(
             f"doctor: waited {seconds:.0f} s for {what}, {key.rpartition('/')[2]} is missing; "

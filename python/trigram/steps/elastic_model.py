@@ -236,7 +236,8 @@ class ElasticModel:
         if meta["title"] != self.title:
             raise MismatchError(
                 f"elastic: rank {rank} has another algorithm than the job it joins, which trains with "
-                f"{meta['title']}; here it is {self.title}; use the same algorithm and options"
+                f"{meta['title']}; here it is {self.title}; use the same algorithm and options; after "
+                "trigram.switch, those that the job has switched to"
             )
         if differs := _difference(meta["layout"], self._layout()):
             raise MismatchError(

@@ -99,7 +99,7 @@ class ElasticModel:
         title: str,
         states: Sequence[Stateful],
         groups: ModelGroups,
-        recovery: StepRecovery,
+        recovery: StepRecovery[Any],
         owner: Owner,
         warms: bool,
     ) -> None:
@@ -135,7 +135,7 @@ class ElasticModel:
             if self.groups.non_finite_check is not None:
                 self.groups.non_finite_check.group = self.everyone
 
-    def begins_again(self, recovery: StepRecovery) -> None:
+    def begins_again(self, recovery: StepRecovery[Any]) -> None:
         """The model has other hooks from now on."""
         self.recovery, self.in_step = recovery, recovery.in_step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from trigram.errors import TrigramError
 from trigram.runtime.group import Group
@@ -90,7 +90,10 @@ class Counted(Protocol):
         """See the class."""
 
 
-class StepRecovery:
+HooksT = TypeVar("HooksT", bound=Counted)
+
+
+class StepRecovery(Generic[HooksT]):
     """How the steps of one model go on when the members of an elastic job change.
 
     Where gradients are averaged and where weights are, what differs is overridden.
@@ -105,7 +108,7 @@ class StepRecovery:
 
     takes_mean = False
 
-    def __init__(self, hooks: Counted) -> None:
+    def __init__(self, hooks: HooksT) -> None:
         self._hooks = hooks
 
     @property

@@ -8,6 +8,7 @@ it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class UnevenInputs:
 
     def __init__(
         self,
-        models: Sequence[WithoutInputs],
+        models: Sequence[WithoutInputs[Any]],
         throw: bool,
     ) -> None:
         self.models = list(models)
@@ -110,7 +111,7 @@ class UnevenInputs:
             if not trained.hooks.weights_differ:
                 self._share_longest(trained, before)
 
-    def _share_longest(self, trained: WithoutInputs, before: int) -> None:
+    def _share_longest(self, trained: WithoutInputs[Any], before: int) -> None:
         """All ranks get weights, buffers and optimizers of the rank that trained longest; of several, the
         last."""
         model, hooks = trained.model, trained.hooks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
@@ -47,7 +47,10 @@ class Joinable(Protocol):
         """Ends the averaging steps under way, on all ranks."""
 
 
-class WithoutInputs:
+HooksT = TypeVar("HooksT", bound=Joinable)
+
+
+class WithoutInputs(Generic[HooksT]):
     """The steps that one model makes on a rank without inputs.
 
     Where gradients are averaged and where weights are, what differs is overridden.
@@ -57,7 +60,7 @@ class WithoutInputs:
         hooks: Its step hooks.
     """
 
-    def __init__(self, model: nn.Module, hooks: Joinable) -> None:
+    def __init__(self, model: nn.Module, hooks: HooksT) -> None:
         self.model, self.hooks = model, hooks
 
     def inputs_end(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,22 +14,13 @@ from trigram.steps.without_inputs import WithoutInputs
 from trigram.training.weight_sync import WeightSync
 
 
-class GradientsWithoutInputs(WithoutInputs):
-    """It contributes gradients of 0.
-
-    Args:
-        model: The module.
-        sync: Its step hooks.
-    """
-
-    def __init__(self, model: nn.Module, sync: GradientSync) -> None:
-        super().__init__(model, sync)
-        self._sync = sync
+class GradientsWithoutInputs(WithoutInputs[GradientSync]):
+    """It contributes gradients of 0."""
 
     @torch.no_grad()
     def step(self, src: int) -> None:
         """See :class:`WithoutInputs`."""
-        sync = self._sync
+        sync = self.hooks
         sync.prepare_pass(self.model, src, in_backward=False)
         kept = [p.grad for p in sync.params]
         for p in sync.params:
@@ -45,40 +38,31 @@ class GradientsWithoutInputs(WithoutInputs):
         """See :class:`WithoutInputs`. What a script changes there itself, such as a scheduler the learning
         rate, may differ from now on."""
         why = "ranks have made unequal numbers of updates"
-        groups = self._sync.groups
+        groups = self.hooks.groups
         shared_optimizers.share(groups.averaged(self.model), longest, groups, "join", why)
-        self._sync.since_fewer = 0
+        self.hooks.since_fewer = 0
 
     def block_ends(self) -> None:
         """The passes of ranks without inputs were followed by no update: all ranks count anew."""
-        self._sync.since_update = self._sync.since = 0
+        self.hooks.since_update = self.hooks.since = 0
 
 
-class WeightsWithoutInputs(WithoutInputs):
-    """It contributes the weights that it has.
-
-    Args:
-        model: The module.
-        sync: Its step hooks.
-    """
-
-    def __init__(self, model: nn.Module, sync: WeightSync) -> None:
-        super().__init__(model, sync)
-        self._sync = sync
+class WeightsWithoutInputs(WithoutInputs[WeightSync]):
+    """It contributes the weights that it has."""
 
     @torch.no_grad()
     def inputs_end(self) -> None:
         """Makes the boundary of the last step, and starts an overlapping averaging step that is due: the
         other ranks start it with their next step."""
         super().inputs_end()
-        sync = self._sync
+        sync = self.hooks
         sync.boundaries.make(sync.tracker.late())
         sync.schedule.begin_step()
 
     @torch.no_grad()
     def step(self, src: int) -> None:
         """See :class:`WithoutInputs`."""
-        sync = self._sync
+        sync = self.hooks
         sync.schedule.before_update()
         sync.tracker.idle_step()
         sync.idle_steps += 1
@@ -87,13 +71,13 @@ class WeightsWithoutInputs(WithoutInputs):
 
     def skip_boundary(self) -> None:
         """The other ranks have made their update, and no rank averages after it."""
-        sync = self._sync
+        sync = self.hooks
         sync.tracker.idle_step()
         sync.idle_steps += 1
         sync.tracker.skip_boundary()
 
 
-def without_inputs(model: nn.Module, hooks: StepHooks) -> WithoutInputs:
+def without_inputs(model: nn.Module, hooks: StepHooks) -> WithoutInputs[Any]:
     """What a rank without inputs does of these steps, inside :func:`trigram.join`."""
     if isinstance(hooks, GradientSync):
         return GradientsWithoutInputs(model, hooks)

@@ -18,36 +18,28 @@ from trigram.steps.step_recovery import Arrival, SharedState, StepRecovery
 from trigram.training.weight_sync import WeightSync
 
 
-class GradientRecovery(StepRecovery):
+class GradientRecovery(StepRecovery[GradientSync]):
     """The pass in which a rank is lost is repeated, see :meth:`GradientSync.again`; here is what all agree on
-    before that.
-
-    Args:
-        sync: The model's step hooks.
-    """
-
-    def __init__(self, sync: GradientSync) -> None:
-        super().__init__(sync)
-        self._sync = sync
+    before that."""
 
     @property
     def warming(self) -> bool:
         """See :class:`StepRecovery`."""
-        return self._sync.warmup_end.is_ahead
+        return self._hooks.warmup_end.is_ahead
 
     @property
     def shared(self) -> SharedState:
         """See :class:`StepRecovery`."""
-        return self._sync.updates.shared
+        return self._hooks.updates.shared
 
     def meta(self) -> dict[str, Any]:
         """What a joining rank must know before its first step."""
-        sync = self._sync
+        sync = self._hooks
         return {"order": sync.buckets.order, "steps": sync.steps, "since": sync.since}
 
     def follow(self, meta: dict[str, Any], part: Arrival) -> None:
         """Continues after the ranks have changed, with residuals of 0."""
-        sync = self._sync
+        sync = self._hooks
         if part.newcomer:
             sync.steps, sync.since = meta["steps"], meta["since"]
         for bucket in sync.buckets:
@@ -58,27 +50,19 @@ class GradientRecovery(StepRecovery):
         sync.updates.follow(part)
 
 
-class WeightRecovery(StepRecovery):
-    """Nothing is repeated: what ranks have trained since the last averaging step is in the mean.
-
-    Args:
-        sync: The model's step hooks.
-    """
+class WeightRecovery(StepRecovery[WeightSync]):
+    """Nothing is repeated: what ranks have trained since the last averaging step is in the mean."""
 
     takes_mean = True
-
-    def __init__(self, sync: WeightSync) -> None:
-        super().__init__(sync)
-        self._sync = sync
 
     @property
     def keeps_weights(self) -> bool:
         """Backward needs the weights of the forward pass."""
-        return self._sync.tracker.begun
+        return self._hooks.tracker.begun
 
     def meta(self) -> dict[str, Any]:
         """See :class:`StepRecovery`."""
-        sync = self._sync
+        sync = self._hooks
         return {"steps": sync.steps, "pieces": sync.pieces, "last": sync.tracker.last}
 
     def follow(self, meta: dict[str, Any], part: Arrival) -> None:
@@ -89,7 +73,7 @@ class WeightRecovery(StepRecovery):
         rank whose state it gets, and which its script has then; of an asynchronous algorithm, at the smallest
         of all ranks, so that it misses no collective of the script.
         """
-        sync = self._sync
+        sync = self._hooks
         last, groups = sync.tracker.last, sync.groups
         position = torch.tensor([-1, -(1 << 62)] if part.newcomer else [last, -last], device="cpu")
         collectives.all_reduce(position, "max", None, part.everyone)
@@ -106,9 +90,9 @@ class WeightRecovery(StepRecovery):
     @torch.no_grad()
     def _take_mean(self, group: Group, contributing: int, is_new: bool = False) -> None:
         """Replaces the weights by their mean over the ranks of a group that are not new."""
-        model = self._sync.model()
+        model = self._hooks.model()
         assert model is not None  # the other ranks make these calls too, and would wait for this one
-        weights = (coalesced.as_real(p.detach()) for p in self._sync.groups.averaged(model))
+        weights = (coalesced.as_real(p.detach()) for p in self._hooks.groups.averaged(model))
         for same in coalesced.alike(w for w in weights if w.is_floating_point()):
             averaged = coalesced.Coalesced(same)
             if not is_new:
@@ -123,10 +107,10 @@ class WeightRecovery(StepRecovery):
 
     def leave(self) -> None:
         """See :class:`StepRecovery`."""
-        self._sync.running.remove(self._sync)
+        self._hooks.running.remove(self._hooks)
 
 
-def recovery_of(hooks: StepHooks) -> StepRecovery:
+def recovery_of(hooks: StepHooks) -> StepRecovery[Any]:
     """How these steps go on when the members of an elastic job change."""
     if isinstance(hooks, GradientSync):
         return GradientRecovery(hooks)

@@ -72,9 +72,11 @@ def _connected(host: str, port: int, seconds: float) -> None:
             socket.create_connection((host, port), _ANSWER_SECONDS).close()
             return
         except (OSError, UnicodeError) as error:
-            if time.monotonic() > end:
+            # A name that is none is none later; where it only was not resolved, it may be.
+            is_none = isinstance(error, UnicodeError) or getattr(error, "errno", None) == socket.EAI_NONAME
+            if is_none or time.monotonic() > end:
                 raise TimeoutError(
-                    f"doctor: nothing answers at {host}:{port} within {seconds:.0f} s: trigram doctor "
+                    f"doctor: nothing answers at {host}:{port}: trigram doctor "
                     f"--listen {port} must run there, and this host must reach that port ({error})"
                 ) from error
         time.sleep(0.2)

@@ -16,6 +16,7 @@ from tests.support.algorithm_run import loss, net
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, raises, says
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
+from trigram.model.wrapped import lookup
 
 CASES = Cases()
 EVERY = 4
@@ -55,11 +56,14 @@ def walk(
     return module, model, step
 
 
-def _one_is_late(rank: int, model: nn.Module, step: Callable[[], None], period: int) -> tuple[float, int]:
+def _one_is_late(
+    rank: int, model: nn.Module, step: Callable[[], None], period: int
+) -> tuple[float, int, int]:
     """Ranks 0 and 1 make three averaging steps, one in each period of steps; rank 2 is late for two of them.
 
     Returns:
-        A weight after the second one, and the training steps of rank 2.
+        A weight after the second one, and the training steps of rank 2 that count in its first; and the one
+        after it, if it heard in that one that it takes part: 1 or 0.
     """
     if rank < 2:
         for _ in range(2 * period):
@@ -71,7 +75,7 @@ def _one_is_late(rank: int, model: nn.Module, step: Callable[[], None], period: 
         for _ in range(period):
             step()
         assert trigram.stats(model)["rounds"] == 3
-        return two, 0
+        return two, 0, 0
     step()
     await_flag("two-0")
     await_flag("two-1")
@@ -80,21 +84,21 @@ def _one_is_late(rank: int, model: nn.Module, step: Callable[[], None], period: 
     trained = 1 + period
     assert trigram.stats(model)["rounds"] == 0
     flag("says it is there")
+    schedule = lookup(model, "test").hooks.schedule
     while trigram.stats(model)["rounds"] == 0:
         time.sleep(0.02)
         step()
         trained += 1
-    return 0.0, trained
+    return 0.0, trained - schedule.made, schedule.made
 
 
-def _late(rank: int, world: int) -> tuple[float, float, int]:
-    """Weights after the second averaging step and after the third, and the training steps of rank 2."""
+def _late(rank: int, world: int) -> tuple[float, float, float, int, int]:
+    """Weights after the second averaging step and after the third, their mean, and the steps of rank 2."""
     module, model, step = walk(rank, 2, grace=0.5)
-    two, trained = _one_is_late(rank, model, step, EVERY)
+    two, *trained = _one_is_late(rank, model, step, EVERY)
     three = module.value()
     with trigram.consensus(model):
-        assert abs(module.value() - three) < 1e-5
-    return two, three, trained
+        return two, three, module.value(), *trained
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -102,24 +106,26 @@ def test_a_late_rank_is_merged(transport: str) -> None:
     """Two of three go on, and the third is in the next averaging step, weighted by all its training steps."""
     results = run(3, _late, transport=transport, timeout=40)
     two = -2 * EVERY * 0.125 * 1.5
-    trained = results[2][2]
-    assert results[0][0] == results[1][0] == two and trained >= EVERY + 2
+    _, _, mean, trained, since = results[2]
+    assert results[0][0] == results[1][0] == two and trained >= EVERY + 1
     there = [two - EVERY * 0.125, two - EVERY * 0.25, -trained * 0.375]
     weights = [EVERY, EVERY, trained]
     expected = sum(x * w for x, w in zip(there, weights, strict=True)) / sum(weights)
-    for _, three, _ in results:
-        assert abs(three - expected) < 1e-5, (results, expected)
+    for rank, found in enumerate(results):
+        own = since * 0.375 if rank == 2 else 0.0
+        assert abs(found[1] - expected + own) < 1e-5, (results, expected)
+    assert abs(mean - expected + since * 0.125) < 1e-5, (results, expected)
 
 
-def _late_for_a_fragment(rank: int, world: int) -> tuple[list[float], int]:
+def _late_for_a_fragment(rank: int, world: int) -> tuple[list[float], int, int]:
     """The values of the weights after the third averaging step, which is of the second fragment, as the first
     was, and the training steps of rank 2."""
     module, model, step = walk(rank, 2, grace=0.5, fragments=2)
-    _, trained = _one_is_late(rank, model, step, EVERY // 2)
+    _, trained, since = _one_is_late(rank, model, step, EVERY // 2)
     found = torch.cat([p.detach().flatten() for p in module.parameters()]).unique().tolist()
     with trigram.consensus(model):  # all ranks end the averaging steps together
         pass
-    return found, trained
+    return found, trained, since
 
 
 def test_a_late_rank_is_merged_fragment_by_fragment() -> None:
@@ -131,11 +137,16 @@ def test_a_late_rank_is_merged_fragment_by_fragment() -> None:
     weights = [EVERY, EVERY, trained]
     mean = sum(x * w for x, w in zip(there, weights, strict=True)) / sum(weights)
     others = [first - EVERY / 2 * 0.125, first - EVERY / 2 * 0.25, -trained * 0.375]
-    for (found, _), other in zip(results, others, strict=True):
-        assert (
-            len(found) == 2
-            and max(abs(a - b) for a, b in zip(found, sorted((mean, other)), strict=True)) < 1e-5
-        )
+    _are(results, mean, others)
+
+
+def _are(results: list[Any], mean: float, others: list[float]) -> None:
+    """Each rank has two values, but for what rank 2 has trained since it was taken in."""
+    for rank, (found, *_) in enumerate(results):
+        own = results[2][2] * 0.375 if rank == 2 else 0.0
+        expected = sorted((mean - own, others[rank] - own))
+        both = [found[0], found[-1]]  # they may be equal
+        assert max(abs(a - b) for a, b in zip(both, expected, strict=True)) < 1e-5, (results, expected)
 
 
 OUTER = {"outer_lr": 0.5, "outer_momentum": 0.25}
@@ -150,14 +161,14 @@ def _outer_steps(changes: list[float]) -> float:
     return weights
 
 
-def _late_for_an_outer_step(rank: int, world: int, fragments: int) -> tuple[list[float], int]:
+def _late_for_an_outer_step(rank: int, world: int, fragments: int) -> tuple[list[float], int, int]:
     """Values of the weights after the third averaging step, and the training steps of rank 2."""
     module, model, step = walk(rank, 2, grace=0.5, fragments=fragments, **OUTER)
-    _, trained = _one_is_late(rank, model, step, EVERY // fragments)
+    _, trained, since = _one_is_late(rank, model, step, EVERY // fragments)
     found = torch.cat([p.detach().flatten() for p in module.parameters()]).unique().tolist()
     with trigram.consensus(model):
         pass
-    return found, trained
+    return found, trained, since
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -165,13 +176,14 @@ def test_a_late_rank_makes_the_outer_step_of_the_others(transport: str) -> None:
     """It began from weights that all agreed on before two averaging steps: its difference to those counts,
     and it goes on from what the others have agreed on, with their outer momentum."""
     results = run(3, _late_for_an_outer_step, 1, transport=transport, timeout=40)
-    trained = results[2][1]
+    _, trained, since = results[2]
     each = [-EVERY * 0.125, -EVERY * 0.25, -trained * 0.375]
     weights = [EVERY, EVERY, trained]
     third = sum(x * w for x, w in zip(each, weights, strict=True)) / sum(weights)
     expected = _outer_steps([(each[0] + each[1]) / 2] * 2 + [third])
-    for found, _ in results:
-        assert len(found) == 1 and abs(found[0] - expected) < 1e-5, (results, expected)
+    for rank, (found, *_) in enumerate(results):
+        own = since * 0.375 if rank == 2 else 0.0
+        assert len(found) == 1 and abs(found[0] - expected + own) < 1e-5, (results, expected)
 
 
 def test_a_late_rank_makes_the_outer_step_of_a_fragment() -> None:
@@ -185,9 +197,7 @@ def test_a_late_rank_makes_the_outer_step_of_a_fragment() -> None:
     mean = _outer_steps([half * both, third])
     first = _outer_steps([EVERY * both])
     others = [first - half * 0.125, first - half * 0.25, -trained * 0.375]
-    for (found, _), other in zip(results, others, strict=True):
-        assert len(found) == 2, results
-        assert max(abs(a - b) for a, b in zip(found, sorted((mean, other)), strict=True)) < 1e-5, results
+    _are(results, mean, others)
 
 
 def _pauses_when_one_is_behind(rank: int, world: int) -> tuple[float, float, float]:
@@ -237,20 +247,30 @@ def test_all_agree_in_a_pause() -> None:
         )
 
 
-@CASES.over("local_sgd, 1", "local_sgd, 3", "diloco, 1", "diloco, 3")
+@CASES.over(
+    *(
+        f"{algorithm}, {fragments}, {how}"
+        for algorithm in ("local_sgd", "diloco")
+        for fragments in (1, 3)
+        for how in ("at the boundary", "overlapping")
+    )
+)
 def all_of_them(rank: int, world: int, what: str) -> None:
     """With a quorum of all ranks it is local SGD, or DiLoCo."""
-    algorithm, fragments, found = what.partition(",")[0], int(what[-1]), []
+    algorithm, fragments, how = what.split(", ")
+    found = []
+    late = {"overlap": how == "overlapping"}
     for options in ({"quorum": world}, {}):
         torch.manual_seed(8)
         module = net()
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-        model = trigram.with_bagua(module, algorithm, every=3, fragments=fragments, **options)
+        model = trigram.with_bagua(module, algorithm, every=3, fragments=int(fragments), **late, **options)
         for step in range(13):
             optimizer.zero_grad()
             loss(model, rank, step).backward()
             optimizer.step()
-        assert trigram.stats(model)["rounds"] == 13 // 3 * fragments + (fragments == 3)
+        due = 12 if late["overlap"] else 13  # the last one ends with the next step
+        assert trigram.stats(model)["rounds"] == due * int(fragments) // 3
         found.append([p.detach().clone() for p in module.parameters()])
     for a, b in zip(*found, strict=True):
         close(a, b, 1e-6 * float(b.abs().max()))
@@ -384,7 +404,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "none": ("local_sgd", {"quorum": 0}, ("quorum=0",)),
     "no time": ("local_sgd", {"quorum": 1, "grace": -1}, ("grace=-1",)),
     "grace alone": ("local_sgd", {"grace": 1.0}, ("quorum=",)),
-    "overlap": ("local_sgd", {"quorum": 1, "overlap": True}, ("quorum=", "overlap")),
     "a codec": ("central/int8/every:4", {"quorum": 1}, ("quorum",)),
     "robust": ("central:median/full/every:4", {"quorum": 1}, ("quorum",)),
     "gossip": ("gossip:ring/full/every:4", {"quorum": 1}, ("quorum",)),

@@ -138,9 +138,10 @@ def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
     _goes_on_and_lets_in(algorithm, None, 1)
 
 
-@pytest.mark.parametrize("victim", [0, long(1)])
-def test_a_quorum_goes_on_without_its_leader_and_lets_it_in(victim: int) -> None:
-    _goes_on_and_lets_in("local_sgd", {"every": 3, "quorum": 2, "grace": 0.001}, victim)
+@pytest.mark.parametrize("victim, overlap", [(0, True), long(0, False), long(1, False)])
+def test_a_quorum_goes_on_without_its_leader_and_lets_it_in(victim: int, overlap: bool) -> None:
+    options = {"every": 3, "quorum": 2, "grace": 0.001, "overlap": overlap}
+    _goes_on_and_lets_in("local_sgd", options, victim)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "local_sgd": {"every": 3},
     "local_sgd, quorum": {"every": 3, "quorum": 2},
     "diloco": {"every": 3},
-    "diloco, quorum": {"every": 3, "quorum": 2},
+    "diloco, quorum": {"every": 3, "quorum": 2, "overlap": True},
     "decentralized": {},
     "decentralized, no overlap": {"overlap": False},
     "async": {},

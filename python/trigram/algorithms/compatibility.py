@@ -75,7 +75,6 @@ _UNCOMPRESSED = (
     "only uncompressed gradients arrive together with the word which parameters any rank has used; use one "
     "of both"
 )
-_LATE = "who takes part is decided between two steps, and all that do average at once; use one of both"
 _AT_THE_END = (
     "it is known for all ranks only at the end of backward, when weights have been updated; use one of both"
 )
@@ -117,7 +116,6 @@ REFUSALS = (
         "an averaging step added with trigram.register",
         "the step computes its averages itself; use who='central'",
     ),
-    Refusal("quorum=", "overlap=True", _LATE),
     Refusal("quorum=", "every= of a function", "late ranks count by their own steps; use a number"),
     Refusal(
         "every= of a function",

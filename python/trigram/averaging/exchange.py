@@ -138,7 +138,13 @@ class Exchange:
             assert self._turn is not None
             with self._turn:
                 if self._pending is pending:  # else it went on while this thread waited
-                    self._go_on(error)
+                    try:
+                        self._go_on(error)
+                    except Exception:
+                        # The owner hears of it now. Kept, its frames would keep the script's model alive.
+                        if isinstance(self._pending, _Interrupted):
+                            self._pending.error = None
+                        raise
 
     def await_end(self) -> None:
         """Waits until the call under way has ended, after a failure or an abort; the result is not used."""

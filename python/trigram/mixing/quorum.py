@@ -13,6 +13,10 @@ one of the others gives it the agreed weights and the outer momentum, so that it
 With several fragments an averaging step is of one of them, which the leader names; a rank that comes too
 late for one is in that of the next.
 
+An averaging step takes a snapshot where it begins: at a boundary; or where a late rank hears that it takes
+part, in a backward pass or while it waits in some call. It is awaited at the boundary, or travels during the
+next training step (``overlap``) and is applied before the update of that.
+
 Messages: HERE (a rank has reached its averaging step), a decision (who takes part), and two that end a
 training. Each rank sends one HERE and no other until a decision has taken it in.
 """
@@ -22,89 +26,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
-from trigram.collectives.coalesced import Part
 from trigram.collectives.consistency import tell_all
 from trigram.errors import MisuseError, TimeoutError
-from trigram.mixing.step import AveragingStep
+from trigram.mixing.quorum_average import BEHIND, IN, QuorumAverage, Rule
 from trigram.observe import spans
 from trigram.runtime import serving
 
 _HERE, _LEAVES, _FLUSH = 1, 2, 3
 _DECISION, _LEFT, _ENDED = 4, 5, 6
-_TO_LEADER, _FROM_LEADER, _PART, _MEAN, _AGREEMENT = 4, 5, 6, 7, 8
+_TO_LEADER, _FROM_LEADER = 4, 5
 """Tags of messages."""
 _ADAPTIVE = 0.1
 """The default grace window, as a part of the time since the leader's last averaging step."""
-
-
-_IN, _BEHIND = 1, 2
-"""In a decision, how a rank takes part: having agreed on what the leader has, or on something earlier."""
-
-
-class Rule(Protocol):
-    """What the members of an averaging step do with a fragment of the weights.
-
-    Attributes:
-        inp: The weights at the last :meth:`take`, one-dimensional.
-        out: What is averaged, and the result.
-    """
-
-    inp: torch.Tensor
-    out: torch.Tensor
-
-    def take(self) -> None:
-        """Copies the weights into ``inp``."""
-
-    def contribute(self) -> None:
-        """``out`` becomes what this rank has to average."""
-
-    def agreement(self) -> list[torch.Tensor]:
-        """What all members have alike after an averaging step, beside the weights."""
-
-    def conclude(self) -> None:
-        """``out`` is the average, and becomes the new weights."""
-
-    def rejoin(self) -> None:
-        """``out`` is what this rank has to average, and becomes the weights of a rank that has trained as
-        much, and has the present agreement."""
-
-    def apply(self, moved: bool) -> None:
-        """``out`` becomes the weights."""
-
-    def state(self) -> dict[str, Any]:
-        """The state for a checkpoint; empty: there is none."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state` returned."""
-
-
-class MeanOfWeights(AveragingStep):
-    """The members of an averaging step take the mean of their weights."""
-
-    def __init__(self, tensors: Sequence[Part], groups: ModelGroups) -> None:
-        super().__init__(tensors, groups, torch.float32)
-        self.exact = not any(t.dtype == torch.float64 for t in tensors)
-        self.heals = groups.sample_weight is not None
-
-    def contribute(self) -> None:
-        """See :class:`Rule`."""
-        self.out.copy_(self.inp)
-
-    def agreement(self) -> list[torch.Tensor]:
-        """Nothing: the mean depends on no earlier one."""
-        return []
-
-    def conclude(self) -> None:
-        """Nothing to do: the average is the new weights."""
-
-    def rejoin(self) -> None:
-        """Nothing to do: there is no agreement."""
+_POLL = 0.002
+"""Seconds between two looks at messages inside a backward pass."""
 
 
 class _Inbox:
@@ -143,6 +84,8 @@ class QuorumSteps:
             training are not waited for.
         grace: Seconds that the leader then waits for the others; None: a tenth of the time since its last
             averaging step.
+        overlap: An averaging step travels during the next training step, and is applied before its update.
+            Without it the averaging step ends at the boundary at which it begins.
     """
 
     def __init__(
@@ -152,13 +95,17 @@ class QuorumSteps:
         every: int,
         quorum: int,
         grace: float | None,
+        overlap: bool = False,
     ) -> None:
         self.fragments, self.groups, self.quorum, self.grace = list(fragments), groups, quorum, grace
+        self.overlap, self.average = overlap, QuorumAverage(groups)
+        self.under_way: tuple[Rule, spans.Span | None] | None = None
         self.every = every // len(fragments)
         n, self.rank = groups.size, groups.rank
-        self.steps_done = self.waits = self.bytes = 0
-        self.waited = 0.0
+        self.steps_done = self.waits = 0
+        self.waited = self.looked = 0.0
         self.trained = [0] * len(fragments)  # training steps of this rank since its last average of each
+        self.weighed = [0.0] * len(fragments)  # their sample weights
         self.made = 0  # boundaries since the last; in an elastic job, counted so that all are due together
         self.agreed = [0] * len(fragments)  # averaging steps of each until this rank's agreement
         self.next = 1 % len(fragments)  # the fragment of the next averaging step, as elsewhere
@@ -186,18 +133,34 @@ class QuorumSteps:
                 f"{self.groups.group.ranks[self.rank]} while the ranks ended their averaging steps "
                 "(quorum=), so they cannot go on; restart from a checkpoint, and let all ranks make that call"
             )
-        self.trained = [steps + 1 for steps in self.trained]
-        self.made += 1
+        self._finish(moved=True)  # this training step had no update before which it could end
+        self._count_step()
         self._listen()
         # By this rank's own steps since its last average: one that came late is in step again after the next.
-        if self.made <= 0 or self.made % self.every:
-            return
-        since = time.perf_counter()
-        if self.rank == 0:
-            self._lead(since)
-        elif self.there[0]:
-            self._follow()
-        self.waited += time.perf_counter() - since
+        if self.made > 0 and self.made % self.every == 0:
+            since = time.perf_counter()
+            if self.rank == 0:
+                self._lead(since)
+            elif self.there[0]:
+                self._follow()
+            self.waited += time.perf_counter() - since
+        if not self.overlap:
+            self._finish(moved=False)
+
+    def _count_step(self) -> None:
+        """The training step that ends here is in the weights, and so in the averaging steps that follow."""
+        self.made += 1
+        self.trained = [steps + 1 for steps in self.trained]
+        self.weighed = self._weights()
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.begin_again()
+
+    def _weights(self) -> list[float]:
+        """The sample weights since the last average of each fragment, with those of the step under way."""
+        weight = self.groups.sample_weight
+        if weight is None:
+            return self.weighed
+        return [sum(both) for both in zip(self.weighed, weight.pending, strict=True)]
 
     def behind(self, steps: int) -> None:
         """See :class:`trigram.training.schedule.StepSchedule`: all ranks have their next averaging step at
@@ -227,25 +190,25 @@ class QuorumSteps:
         flags = [0] * self.groups.size
         for j in (0, *(j for j in there if self.here[j])):
             behind = j and self.theirs[j][self.next] != self.agreed[self.next]
-            flags[j] = _BEHIND if behind else _IN
+            flags[j] = BEHIND if behind else IN
         for j in there:
             self._tell(j, [_DECISION, self.next, self.agreed[self.next], *flags])
         self.here = [False] * self.groups.size
         fragment = self.next
         self._count(fragment, flags)
-        self._average(flags, fragment, self.agreed[fragment])
+        self._begin(flags, fragment, self.agreed[fragment])
         self.last = time.perf_counter()
 
     def _follow(self) -> None:
         """Says that this rank is there, and waits for the decision, unless that was made before."""
-        before, since = self.steps_done, time.perf_counter()
+        before, since = self._begun, time.perf_counter()
         if not self.here[self.rank]:
             self.here[self.rank] = True
             self._tell(0, [_HERE, 0, 0, *self.agreed])
 
         def is_decided() -> bool:
             self._listen()
-            if self.late or self.steps_done > before or not self.there[0]:
+            if self.late or self._begun > before or not self.there[0]:
                 return True
             self._check_limit(since, [0], "the decision of the first rank")
             return False
@@ -271,8 +234,8 @@ class QuorumSteps:
             )
 
     def _listen(self) -> bool:
-        """Handles the messages that have arrived; True if one made this rank average."""
-        before = self.steps_done
+        """Handles the messages that have arrived; True if one made this rank begin an averaging step."""
+        before = self._begun
         for j, inbox in self.inboxes.items():
             while (found := inbox.take()) is not None:
                 kind, fragment, number, flags = found[0], found[1], found[2], found[3:]
@@ -293,12 +256,12 @@ class QuorumSteps:
                     self._count(fragment, flags)
                     if flags[self.rank]:
                         self.here[self.rank] = False
-                        self._average(flags, fragment, number)
+                        self._begin(flags, fragment, number)
                     else:
                         self.late = True
                 elif kind == _FLUSH:
                     self.flushed_by.add(j)
-        return self.steps_done > before
+        return self._begun > before
 
     def _count(self, fragment: int, flags: Sequence[int]) -> None:
         """The leader has decided who averages this fragment: unless nobody else does, the next one follows.
@@ -313,135 +276,91 @@ class QuorumSteps:
         tag = _FROM_LEADER if self.rank == 0 else _TO_LEADER
         collectives.send(message, group.ranks[j], tag, group, async_op=True)
 
-    # One average.
+    # One averaging step.
 
     @torch.no_grad()
-    def _average(self, flags: Sequence[int], fragment: int, number: int) -> None:
-        """The weighted mean of a fragment of all members: each sums a shard, and sends it to all.
+    def _begin(self, flags: Sequence[int], fragment: int, number: int) -> None:
+        """Takes a snapshot of a fragment, and begins its average among the members.
 
         Args:
             flags: How each rank takes part.
             fragment: Of the weights.
             number: The averaging steps of this fragment before.
         """
-        n, members = self.steps_done, [j for j, how in enumerate(flags) if how]
-        span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
-        weights, mine = self.fragments[fragment], float(self.trained[fragment])
-        if len(members) > 1:  # what a rank trains alone counts in its next average
-            self.trained[fragment] = self.made = 0
-            self.agreed[fragment] = number + 1
-            if self.groups.sample_weight is not None:
-                pending = self.groups.sample_weight.pending
-                mine, pending[fragment] = pending[fragment], 0.0
-            weights.take()
-            weights.contribute()
-            catching_up = self._catch_up(weights.agreement(), flags)
-            self._exchange(weights.out, members, mine)
-            catching_up()
-            weights.conclude()
-            weights.apply(moved=False)
+        n, members = self._begun, [j for j, how in enumerate(flags) if how]
         self.late = False
+        span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
+        if len(members) == 1:  # what a rank trains alone counts in its next average
+            self.steps_done += 1
+            spans.end(span)
+            return
+        mine = float(self.trained[fragment])
+        self.trained[fragment] = self.made = 0
+        self.agreed[fragment] = number + 1
+        if self.groups.sample_weight is not None:
+            mine, self.weighed[fragment] = self.weighed[fragment], 0.0
+        self.under_way = self.fragments[fragment], span
+        self.average.begin(self.fragments[fragment], flags, mine, n)
+
+    def _finish(self, moved: bool) -> bool:
+        """Waits for the averaging step under way, if there is one, and applies it; returns whether there was.
+        ``moved``: the weights may have changed since the snapshot."""
+        if self.under_way is None:
+            return False
+        weights, span = self.under_way
+        self.under_way = None  # also if it fails: what all members refuse ends no training
+        since = time.perf_counter()
+        try:
+            self.average.wait()
+        except BaseException:
+            self.groups.line.remove(self.average)
+            raise
+        self.waited += time.perf_counter() - since
+        weights.conclude()
+        weights.apply(moved)
         self.steps_done += 1
         spans.end(span)
+        return True
 
-    def _catch_up(self, agreement: Sequence[torch.Tensor], flags: Sequence[int]) -> Callable[[], None]:
-        """Begins to give the agreement to the members that are behind, each from another of those that are
-        not; returns what waits for it."""
-        having = [j for j, how in enumerate(flags) if how == _IN]
-        behind = [j for j, how in enumerate(flags) if how == _BEHIND]
-        received: list[tuple[torch.Tensor, torch.Tensor]] = []
-        works: list[Any] = []
-        for i, j in enumerate(behind):
-            source = having[i % len(having)]
-            if source == self.rank:
-                works += [self._send(t.cpu(), j, _AGREEMENT) for t in agreement]
-            elif j == self.rank:
-                received = [(t, torch.empty_like(t, device="cpu")) for t in agreement]
-                works += [self._receive(into, source, _AGREEMENT) for _, into in received]
+    @property
+    def _begun(self) -> int:
+        """Averaging steps that this rank has begun."""
+        return self.steps_done + (self.under_way is not None)
 
-        def wait() -> None:
-            self._wait(works)
-            for t, came in received:
-                t.copy_(came)
-
-        return wait
-
-    def _exchange(self, values: torch.Tensor, members: Sequence[int], mine: float) -> None:
-        shards = list(values.tensor_split(len(members)))
-        place, others = members.index(self.rank), [k for k, j in enumerate(members) if j != self.rank]
-        weight = torch.tensor([mine], dtype=values.dtype, device="cpu")
-        # A part of each rank: its values of the receiver's shard, and its weight.
-        parts = {k: torch.empty(shards[place].numel() + 1, dtype=values.dtype, device="cpu") for k in others}
-        works = [self._receive(parts[k], members[k], _PART) for k in others]
-        works += [self._send(torch.cat([shards[k].cpu(), weight]), members[k], _PART) for k in others]
-        self._wait(works)
-        parts[place] = torch.cat([shards[place].cpu(), weight])
-        ranked = [parts[k] for k in range(len(members))]  # in rank order, as all sums
-        factors = self._factors([float(part[-1]) for part in ranked], members)
-        mean = torch.zeros_like(ranked[0][:-1])
-        for part, factor in zip(ranked, factors, strict=True):
-            if factor:  # a rank that weighs nothing may hold NaN
-                mean.add_(part[:-1], alpha=factor)
-        into = {k: torch.empty(shards[k].numel(), dtype=values.dtype, device="cpu") for k in others}
-        works = [self._receive(into[k], members[k], _MEAN) for k in others]
-        works += [self._send(mean, members[k], _MEAN) for k in others]
-        self._wait(works)
-        shards[place].copy_(mean)
-        for k in others:
-            shards[k].copy_(into[k])
-
-    def _factors(self, weights: Sequence[float], members: Sequence[int]) -> list[float]:
-        """The weights, with a sum of 1; all members raise if one is not a weight, or all are 0."""
-        for j, weight in zip(members, weights, strict=True):
-            if not 0 <= weight < math.inf:
-                raise MisuseError(
-                    f"sample_weight of rank {self.groups.main.ranks[j]} is {weight} in this averaging "
-                    "step; it must be 0 or a positive number, not NaN or infinite"
-                )
-        total = math.fsum(weights)
-        if not total:
-            raise MisuseError(
-                f"sample_weight is 0 on all {len(members)} ranks of this averaging step, so there is "
-                "nothing to average; skip such a step on all ranks"
-            )
-        return [weight / total for weight in weights]
-
-    def _receive(self, into: torch.Tensor, j: int, tag: int) -> Any:
-        group = self.groups.main
-        return collectives.recv(into, group.ranks[j], tag, group, async_op=True)
-
-    def _send(self, values: torch.Tensor, j: int, tag: int) -> Any:
-        group = self.groups.main
-        self.bytes += values.nbytes
-        return collectives.send(values, group.ranks[j], tag, group, async_op=True)
-
-    def _wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            self.groups.wait(work)
-
-    # Nothing else depends on the moment.
+    # Between boundaries: an averaging step under way is applied before the next update.
 
     def begin_step(self) -> None:
-        """Nothing to do: averaging steps are made at boundaries."""
+        """Nothing to do: averaging steps begin at boundaries, or where a late rank hears of them."""
 
     def gradient(self) -> None:
-        """Nothing to do."""
+        """Begins what the leader has decided meanwhile, so that the others do not wait for the boundary of a
+        late rank."""
+        if (now := time.perf_counter()) - self.looked > _POLL:
+            self.looked = now
+            self.serve(lambda: True)
 
     def backward_over(self) -> None:
-        """Nothing to do: averaging steps are made at boundaries."""
+        """The same."""
+        self.serve(lambda: True)
 
+    @torch.no_grad()
     def before_update(self) -> bool:
-        """Nothing to do: averaging steps are made at boundaries."""
-        return False
+        """See :class:`trigram.training.schedule.StepSchedule`."""
+        return self._finish(moved=False)
 
     def serve(self, rests: Callable[[], bool]) -> None:
-        """Nothing to do: an averaging step changes weights."""
+        """Begins what the leader has decided: a snapshot of weights that are this rank's own changes none."""
+        if rests():
+            self._listen()
+        self.groups.line.advance()
 
     # The end of a training, or a pause in it.
 
     def progress(self) -> bool:
         """Takes part in the average of others while this rank waits elsewhere; True if it did."""
-        return self._listen()
+        ended = self._finish(moved=True)
+        self._listen()
+        return self._finish(moved=False) or ended
 
     def finish_pending(self) -> bool:
         """Says that this rank makes no more averaging steps; True once no decision may take it in."""
@@ -452,7 +371,9 @@ class QuorumSteps:
                     self._tell(j, [_ENDED])
             elif self.there[0]:
                 self._tell(0, [_LEAVES])
+        self._finish(moved=True)
         self._listen()
+        self._finish(moved=False)
         return self.rank == 0 or not self.there[0] or not self.there[self.rank]
 
     def drain(self, timeout: float | None) -> None:
@@ -506,13 +427,12 @@ class QuorumSteps:
 
     def sent(self) -> int:
         """Bytes of weights sent."""
-        return self.bytes
+        return self.average.sent
 
     def state(self) -> dict[str, Any]:
         """The averaging steps so far, and this rank's training steps since the last of each fragment, with
         their weight."""
-        weight = self.groups.sample_weight
-        kept = {"weight": list(weight.pending)} if weight is not None else {}
+        kept = {"weight": self._weights()} if self.groups.sample_weight is not None else {}
         # Of one fragment, as earlier versions wrote it. Where that differs from the steps trained, in elastic
         # jobs, when the ranks are due is what they must have alike.
         state = {**kept, "rounds": self.steps_done, "trained": self.made}
@@ -529,3 +449,5 @@ class QuorumSteps:
             each.load(theirs)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.load(state["weight"])
+            self.weighed = list(self.groups.sample_weight.pending)
+            self.groups.sample_weight.begin_again()

@@ -29,7 +29,8 @@ from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
 from trigram.mixing.outer_gossip import OuterGossip
-from trigram.mixing.quorum import MeanOfWeights, QuorumSteps, Rule
+from trigram.mixing.quorum import QuorumSteps
+from trigram.mixing.quorum_average import MeanOfWeights, Rule
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.optimizers.optimizer_kinds import check_state_dict, updates_values
@@ -182,7 +183,7 @@ def _schedule(
             flat = [p for same in part for p in same]
             mean = outer == Outer()
             several.append(MeanOfWeights(flat, groups) if mean else Differences(flat, groups, outer))
-        return QuorumSteps(several, groups, algorithm.every, options.quorum, options.grace)
+        return QuorumSteps(several, groups, algorithm.every, options.quorum, options.grace, options.overlap)
     parts = divide(weights, options.fragments, algorithm.every, pieces)
     fragments = [_steps(part, groups, algorithm) for part in parts]
     if optimizer is not None and _averages_state(algorithm):

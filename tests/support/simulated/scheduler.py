@@ -194,6 +194,32 @@ class _Event:
         return Scheduler.present().wait(lambda: self._set, "an event", seconds)
 
 
+class _Lock:
+    """``threading.Lock``, of virtual threads: another may run while one holds it."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Takes it; returns whether it is taken."""
+        if self._held and blocking:
+            Scheduler.present().wait(lambda: not self._held, "a lock")
+        elif self._held:
+            return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        """Gives it back."""
+        self._held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class _Thread:
     """``threading.Thread``, of the process that makes it."""
 
@@ -225,7 +251,7 @@ def virtual_time(modules: list[Any]) -> Iterator[None]:
     threads = SimpleNamespace(
         Event=_Event,
         Thread=_Thread,
-        Lock=threading.Lock,
+        Lock=_Lock,
         current_thread=threading.current_thread,
         main_thread=threading.main_thread,
         get_ident=threading.get_ident,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing as mp
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +192,44 @@ def test_the_host_that_listens_is_gone() -> None:
     threading.Timer(1.0, served.clear).start()  # which ends its server
     with pytest.raises(trigram.TimeoutError, match="the host that listens has gone"):
         meeting.take_part(there, None, 0.3, 60.0)
+
+
+def _takes_part_until_killed(port: int) -> None:
+    meeting.take_part(meeting.joined("127.0.0.1", port, 20.0), None, 60.0, 60.0)
+
+
+def test_a_host_that_goes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told from one that measures for long."""
+    monkeypatch.setattr(meeting, "_SILENCE_SECONDS", patience.seconds(4.0))
+    store, port = meeting.served(0, 2)
+    other = mp.get_context("spawn").Process(target=_takes_part_until_killed, args=(port,), daemon=True)
+    other.start()
+
+    def kill() -> None:
+        while not store.check(["doctor/reach/1"]):
+            time.sleep(0.05)
+        other.kill()
+
+    threading.Thread(target=kill).start()
+    try:
+        with pytest.raises(
+            trigram.TimeoutError, match=f"host 1, {socket.gethostname()}, has gone: not a word"
+        ):
+            meeting.take_part(store, 0, 0.3, 60.0)
+    finally:
+        other.kill()
+        other.join()
+
+
+@pytest.mark.parametrize("junk", [b"\xff", b"7", b"{}", b'{"addresses": 3}', b"[]"])
+def test_what_no_host_has_written_is_refused(junk: bytes) -> None:
+    store, port = meeting.served(0, 2)
+    there = dist.TCPStore("127.0.0.1", port, None, False)
+    there.set("doctor/host/1", junk)
+    says(
+        raises(trigram.TrigramError, lambda: meeting.take_part(store, 0, 0.3, 20.0)),
+        "same version of trigram",
+    )
 
 
 # The verdict alone.

@@ -64,10 +64,12 @@ def join(where: str, seconds: float, as_json: bool) -> int:
 def _take_part(store: Any, number: int | None, seconds: float, as_json: bool) -> int:
     try:
         found = meeting.take_part(store, number, seconds, PATIENCE)
+        return show(found, as_json)
     except TrigramError as error:
         typer.echo(str(error), err=True)
-        return 1
-    return show(found, as_json)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        typer.echo(meeting.UNREADABLE.format(f"{type(error).__name__}: {error}"), err=True)
+    return 1
 
 
 class _There:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,13 +20,22 @@ from trigram.cli.between.probing import Attempt, Listener, Way, as_dict, attempt
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime.answers import AnsweringStore, answered
 
-_WORD, _COUNT, _HOST, _REACH, _WAY, _SAID = (
-    "doctor/word", "doctor/count", "doctor/host/{}", "doctor/reach/{}", "doctor/way/{}/{}", "doctor/said"
+_WORD, _COUNT, _HOST, _REACH, _WAY, _SAID, _LIVES = (
+    "doctor/word", "doctor/count", "doctor/host/{}", "doctor/reach/{}", "doctor/way/{}/{}", "doctor/said",
+    "doctor/lives/{}",
 )  # fmt: skip
 _POLL = 0.02
 _ANSWER_SECONDS = 5.0
 _STEP_SECONDS = 120.0
 """Seconds for a step of all others, beside what it must take."""
+_BEAT_SECONDS, _SILENCE_SECONDS = 1.0, 15.0
+"""How often a host says that it is there; after so long without a word it has gone."""
+
+
+UNREADABLE = (
+    "doctor: what a host has written into the store is none of this version's ({}); all hosts need the same "
+    "version of trigram, and the port must be the check's own"
+)
 
 
 def served(port: int, hosts: int) -> tuple[dist.Store, int]:
@@ -106,6 +119,8 @@ def take_part(served: dist.Store, number: int | None, seconds: float, patience: 
         raise TimeoutError(
             f"doctor: the host that listens has gone, and the check ends here: {str(error).splitlines()[0]}"
         ) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise TrigramError(UNREADABLE.format(f"{type(error).__name__}: {error}")) from error
 
 
 def _take_part(served: dist.Store, number: int | None, seconds: float, patience: float) -> dict[str, Any]:
@@ -115,17 +130,21 @@ def _take_part(served: dist.Store, number: int | None, seconds: float, patience:
     if me >= count:
         raise TimeoutError(f"doctor: {count} hosts take part already; pass a larger --count where it listens")
     listener = Listener(f"{word}:{me}")
-    try:
+    with _beating(store, me), closing(listener):
         mine = facts.of_this_host(word) | {"port": listener.port}
         store.set(_HOST.format(me), json.dumps(mine))
         hosts = [
             _awaited(store, _HOST.format(i), patience, f"{count} hosts to come", count) for i in range(count)
         ]
+        pulse = _Pulse(store, hosts)
         words = [f"{word}:{i}" for i in range(count)]
         reached = [_reach(hosts[i], words[i]) if i != me else [] for i in range(count)]
         store.set(_REACH.format(me), json.dumps([[as_dict(a) for a in tried] for tried in reached]))
         wait = _STEP_SECONDS + count * seconds
-        reach = [_awaited(store, _REACH.format(i), wait, "attempts to connect", count) for i in range(count)]
+        reach = [
+            _awaited(store, _REACH.format(i), wait, "attempts to connect", count, partial(pulse.check, i))
+            for i in range(count)
+        ]
         ways: list[list[Any]] = [[None] * count for _ in range(count)]
         for i in range(count):  # one way at a time: others would take of its rate
             for j in range(count):
@@ -133,14 +152,64 @@ def _take_part(served: dist.Store, number: int | None, seconds: float, patience:
                     continue
                 if i == me:
                     store.set(_WAY.format(i, j), json.dumps(_way(hosts[j], reached[j], words[j], seconds)))
-                ways[i][j] = _awaited(store, _WAY.format(i, j), wait, f"the way from {i} to {j}", count)
+                what = f"the way from {i} to {j}"
+                ways[i][j] = _awaited(store, _WAY.format(i, j), wait, what, count, partial(pulse.check, i))
         store.add(_SAID, 1)
         end = time.monotonic() + 10
         while me == 0 and int(store.add(_SAID, 0)) < count and time.monotonic() < end:
             time.sleep(0.05)  # who serves the store ends last
         return {"hosts": hosts, "reach": reach, "ways": ways, "me": me}
+
+
+@contextmanager
+def _beating(store: AnsweringStore, me: int) -> Iterator[None]:
+    """A block in which the others see that this host is there."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with suppress(TrigramError, dist.DistError, RuntimeError):  # the store has gone, as others see too
+            while not over.wait(_BEAT_SECONDS):
+                store.add(_LIVES.format(me), 1)
+
+    beats = threading.Thread(target=beat, name="trigram-doctor-lives", daemon=True)
+    beats.start()
+    try:
+        yield
     finally:
-        listener.close()
+        over.set()
+        beats.join(_ANSWER_SECONDS)
+
+
+class _GoneError(TimeoutError):
+    """A host has gone."""
+
+
+class _Pulse:
+    """Sees whether the others are there.
+
+    Args:
+        store: Where they say so.
+        hosts: What each says of itself.
+    """
+
+    def __init__(self, store: AnsweringStore, hosts: list[Any]) -> None:
+        self._store, self._hosts = store, hosts
+        self._seen = [(-1, time.monotonic())] * len(hosts)
+
+    def check(self, i: int) -> None:
+        """Raises if host ``i`` has not been heard of for long.
+
+        Raises:
+            TimeoutError: See there.
+        """
+        now, (beats, since) = time.monotonic(), self._seen[i]
+        found = int(self._store.add(_LIVES.format(i), 0))
+        if found != beats:
+            self._seen[i] = found, now
+        elif now - since > _SILENCE_SECONDS:
+            raise _GoneError(
+                f"doctor: host {i}, {self._hosts[i]['host']}, has gone: not a word for {now - since:.0f} s"
+            )
 
 
 def _reach(other: dict[str, Any], word: str) -> list[Attempt]:
@@ -157,14 +226,24 @@ def _way(other: dict[str, Any], tried: list[Attempt], word: str, seconds: float)
         return as_dict(Way(address, stalled=True))
 
 
-def _awaited(store: AnsweringStore, key: str, seconds: float, what: str, count: int) -> Any:
+def _awaited(
+    store: AnsweringStore,
+    key: str,
+    seconds: float,
+    what: str,
+    count: int,
+    look: Callable[[], object] = lambda: None,
+) -> Any:
+    end = time.monotonic() + seconds
     try:
-        end = time.monotonic() + seconds
-        while not store.check([key]):
-            if time.monotonic() > end:
-                raise dist.DistError(key)
+        while not (there := store.check([key])) and time.monotonic() <= end:
+            look()
             time.sleep(_POLL)
-        return json.loads(store.get(key))
+        if there:
+            return json.loads(store.get(key))
+        raise dist.DistError(key)
+    except _GoneError:
+        raise
     except (dist.DistError, RuntimeError) as error:  # also if the store has gone, and then this raises
         came = [i for i in range(count) if store.check([_HOST.format(i)])]
         raise TimeoutError(

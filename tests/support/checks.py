@@ -26,6 +26,8 @@ def close(
         f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     )
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    if torch.equal(actual, expected):  # most are, and this takes a tenth of the time
+        return
     if actual.dtype.is_floating_point:
         a, e = actual.detach().double(), expected.detach().double()
         ok = (a == e) | (a.isnan() & e.isnan()) | ((a - e).abs() <= tolerance)

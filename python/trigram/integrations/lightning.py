@@ -1,6 +1,6 @@
 """Lightning 2: ``Trainer(strategy="trigram")`` and ``Fabric(strategy="trigram")``.
 
-Importing this module registers the names, and that of :class:`TrigramElasticStrategy`. The strategies here
+Importing this module registers the names, and those of the strategies for elastic jobs. The strategies here
 are Lightning's DDP strategy (launchers, samplers, process group) with :func:`trigram.with_bagua` in place of
 ``DistributedDataParallel``, and torch's collectives (metrics, barriers, objects) on the backend ``trigram``.
 Interface: Lightning 2.6, ``lightning/pytorch/strategies/ddp.py``.
@@ -9,7 +9,7 @@ Interface: Lightning 2.6, ``lightning/pytorch/strategies/ddp.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,23 @@ import trigram
 from trigram.algorithms.trigram import Trigram
 from trigram.errors import MisuseError
 from trigram.integrations import saved_state
+from trigram.integrations.fabric_elastic import TrigramElasticFabricStrategy
 from trigram.integrations.lightning_elastic import TrigramElasticStrategy
+from trigram.integrations.lightning_ranks import NoSync
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
-__all__ = ["TrigramElasticStrategy", "TrigramFabricStrategy", "TrigramStrategy"]
+__all__ = [
+    "TrigramElasticFabricStrategy",
+    "TrigramElasticStrategy",
+    "TrigramFabricStrategy",
+    "TrigramStrategy",
+]
 
 
 class _WithAlgorithm:
@@ -50,7 +56,7 @@ class _WithAlgorithm:
                 f"TrigramStrategy has no argument {', '.join(others)}; arguments of trigram.with_bagua go "
                 "into options={...}, and those of DistributedDataParallel have no meaning here"
             )
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control = NoSync()
         self.algorithm = algorithm
         self.options = dict(options or {})
         saved_state.refuse_elastic(self.options, "Lightning")
@@ -180,7 +186,7 @@ class TrigramStrategy(_WithAlgorithm, DDPStrategy):
         super().on_train_end()
 
 
-class TrigramFabricStrategy(_WithAlgorithm, FabricDDPStrategy):  # type: ignore[misc]  # _NoSync
+class TrigramFabricStrategy(_WithAlgorithm, FabricDDPStrategy):  # type: ignore[misc]  # NoSync
     """The same for Fabric.
 
     Args:
@@ -202,11 +208,6 @@ class TrigramFabricStrategy(_WithAlgorithm, FabricDDPStrategy):  # type: ignore[
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The module's state, with the average of the weights. All ranks call it, as ``fabric.save`` does."""
         return saved_state.averaged_state(module, partial(super().get_module_state_dict, module))
-
-
-class _NoSync(_BackwardSyncControl):
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        return trigram.no_sync(module) if enabled and trigram.is_wrapped(module) else nullcontext()
 
 
 TrigramStrategy.register_strategies(StrategyRegistry)

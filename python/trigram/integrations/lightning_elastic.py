@@ -8,7 +8,6 @@ none: gradients travel through :func:`trigram.with_bagua`, metrics and decisions
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from trigram.data import ElasticLoader
 from trigram.elastic.draining import Draining
 from trigram.errors import MisuseError
 from trigram.integrations import elastic_calls
+from trigram.integrations.lightning_ranks import ElasticRanks
 
 try:
     from lightning.pytorch.callbacks import (
@@ -33,7 +33,6 @@ try:
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import rank_zero_only
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
@@ -43,19 +42,9 @@ _DECIDED = "_defer_save_until_validation", "_last_global_step_saved"
 _WHOLE = (
     "trigram_elastic: Trainer({}) is not supported: ElasticLoader deals the samples of whole steps and epochs"
 )
-_SAME_CALLS = (
-    "all ranks log the same metrics with sync_dist=True and have the same callbacks, and a metric that is "
-    "logged in some batches of an epoch only is unknown to a rank that joins after them"
-)
-_REDUCTIONS = {
-    "mean": lambda t: t.float().mean(0) if not t.is_floating_point() else t.mean(0),
-    "sum": lambda t: t.sum(0),
-    "max": lambda t: t.amax(0),
-    "min": lambda t: t.amin(0),
-}
 
 
-class TrigramElasticStrategy(SingleDeviceStrategy):
+class TrigramElasticStrategy(ElasticRanks, SingleDeviceStrategy):
     """Trains a LightningModule in an elastic job: ranks may be lost, and join, while ``fit`` runs.
 
     The script is started once per rank, as by ``trigram run -n 4 --restarts 10 train.py``, and is the same on
@@ -79,8 +68,11 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
             step or an epoch: ``accumulate_grad_batches``, ``limit_train_batches``, ``overfit_batches``.
     """
 
-    strategy_name = "trigram_elastic"
     is_distributed = True  # so that Lightning's metrics are reduced
+    same_calls = (
+        "all ranks log the same metrics with sync_dist=True and have the same callbacks, and a metric that "
+        "is logged in some batches of an epoch only is unknown to a rank that joins after them"
+    )
 
     def __init__(
         self,
@@ -92,55 +84,17 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         self.algorithm, self.options = algorithm, dict(options or {})
         self._trainer: Any = None
         self._asked_by_signal: Any = None
-        self._entered = False
         super().__init__(device or elastic_calls.own_device(), **more)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers ``trigram_elastic``."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="Elastic jobs of Trigram")
-
-    # Who this rank is.
-
-    @property
-    def global_rank(self) -> int:
-        """Its place among the ranks that train now; -1 while it joins."""
-        return trigram.rank() if self._entered else int(os.environ.get("RANK", "0"))
-
-    @global_rank.setter
-    def global_rank(self, rank: int) -> None:
-        """Lightning's own strategy sets it once; here it changes."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks train now."""
-        return trigram.world_size() if self._entered else int(os.environ.get("WORLD_SIZE", "1"))
-
-    @world_size.setter
-    def world_size(self, size: int) -> None:
-        """As for the rank."""
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this rank writes logs and checkpoints now."""
-        return self.global_rank == 0
-
-    def _follow_ranks(self) -> None:
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # set by Lightning alike
 
     # Beginning and end.
 
     def setup_environment(self) -> None:
         """Enters the job."""
         super().setup_environment()
-        if not trigram.is_initialized():
-            trigram.init(elastic=True)
-        self._entered = True
+        self.enter()
         handler = signal.getsignal(signal.SIGTERM)
         if isinstance(getattr(handler, "__self__", None), Draining):  # no handler of the script's own
             self._asked_by_signal = handler
-        self._follow_ranks()
 
     def setup(self, trainer: Any) -> None:
         """See Lightning's strategy; refuses what divides a step or an epoch."""
@@ -179,7 +133,7 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         states = [_TrainerState(self), *(more if isinstance(more, list | tuple) else [])]
         options.setdefault("optimizer", self.optimizers[0])
         trigram.with_bagua(module, self.algorithm, elastic=states, **options)
-        self._follow_ranks()
+        self.follow_ranks()
 
     # The loop.
 
@@ -212,7 +166,7 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         progress.is_last_batch = fetcher.done = left == 0
         fetcher.length = fetcher.fetched + left
         loop.max_batches = progress.current.ready + left
-        self._follow_ranks()
+        self.follow_ranks()
         return result
 
     def _loader(self) -> ElasticLoader:
@@ -246,44 +200,7 @@ class TrigramElasticStrategy(SingleDeviceStrategy):
         def write(again: bool) -> None:
             super(TrigramElasticStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
 
-        elastic_calls.by_first(self._of_all, "save_checkpoint", lambda: self.is_global_zero, write)
-
-    # What ranks tell each other.
-
-    def _of_all(self, what: str, value: Any) -> list[Any]:
-        """The values of the ranks that train; after this one has left, its own."""
-        return elastic_calls.of_all(self.strategy_name, what, value, _SAME_CALLS)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the ranks that train; the mean unless another operation is named."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        name = "mean" if name == "avg" else name
-        if name not in _REDUCTIONS:
-            raise MisuseError(f"trigram_elastic: reduce_op={reduce_op} is none of {', '.join(_REDUCTIONS)}")
-        gathered = torch.stack(self._of_all(f"reduce {name} {list(tensor.shape)}", tensor.detach()))
-        return _REDUCTIONS[name](gathered).to(tensor.device)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Of the ranks that train, along a new first dimension; without gradients."""
-        return torch.stack(self._of_all(f"all_gather {list(tensor.shape)}", tensor.detach())).to(
-            tensor.device
-        )
-
-    def barrier(self, name: str | None = None) -> None:
-        """Ends when all ranks have called it."""
-        self._of_all(f"barrier {name or ''}", None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of the lowest rank that trains."""
-        sent = os.fspath(obj) if isinstance(obj, os.PathLike) else obj
-        return self._of_all("broadcast", sent)[0]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or one does."""
-        said = self._of_all("reduce_boolean_decision", bool(decision))
-        return min(said) if all else max(said)
+        elastic_calls.by_first(self.of_all, "save_checkpoint", lambda: self.is_global_zero, write)
 
 
 class _Counted:

@@ -92,19 +92,40 @@ def _one_is_late(
     return 0.0, trained - schedule.made, schedule.made
 
 
-def _late(rank: int, world: int) -> tuple[float, float, float, int, int]:
+def _perturbed(module: Walk, model: nn.Module) -> Callable[[], None]:
+    """A step whose pass is at other weights, as those that look for flat minima make them."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.375)
+
+    def move(by: float) -> None:
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(by)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        move(64.0)
+        model().backward()
+        move(-64.0)
+        optimizer.step()
+
+    return step
+
+
+def _late(rank: int, world: int, perturbs: bool) -> tuple[float, float, float, int, int]:
     """Weights after the second averaging step and after the third, their mean, and the steps of rank 2."""
     module, model, step = walk(rank, 2, grace=0.5)
+    if rank == 2 and perturbs:
+        step = _perturbed(module, model)
     two, *trained = _one_is_late(rank, model, step, EVERY)
     three = module.value()
     with trigram.consensus(model):
         return two, three, module.value(), *trained
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_late_rank_is_merged(transport: str) -> None:
+@pytest.mark.parametrize("transport, perturbs", [("shm", False), ("tcp", False), ("shm", True)])
+def test_a_late_rank_is_merged(transport: str, perturbs: bool) -> None:
     """Two of three go on, and the third is in the next averaging step, weighted by all its training steps."""
-    results = run(3, _late, transport=transport, timeout=40)
+    results = run(3, _late, perturbs, transport=transport, timeout=40)
     two = -2 * EVERY * 0.125 * 1.5
     _, _, mean, trained, since = results[2]
     assert results[0][0] == results[1][0] == two and trained >= EVERY + 1

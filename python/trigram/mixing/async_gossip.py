@@ -403,13 +403,13 @@ class AsyncGossip:
     def begin_step(self) -> None:
         """Nothing to do: steps begin and end at boundaries."""
 
-    def gradient(self) -> None:
+    def gradient(self, rests: Callable[[], bool]) -> None:
         """Answers offers. Averaging steps start at boundaries: a script may move weights for one pass."""
         if self.script is None and (now := time.perf_counter()) - self.polled_at > self.POLL:
             self.polled_at = now
             self._listen()
 
-    def backward_over(self) -> None:
+    def backward_over(self, rests: Callable[[], bool]) -> None:
         """The same."""
         if self.script is None:
             self._listen()

@@ -61,9 +61,14 @@ class _Inbox:
         """Starts to receive the next message."""
         self.receiving = collectives.recv(self.memory, self.sender, self.tag, self.group, async_op=True)
 
+    @property
+    def has_mail(self) -> bool:
+        """Whether a message has arrived."""
+        return self.receiving is not None and self.receiving.is_completed()
+
     def take(self) -> list[int] | None:
         """The next message if one has arrived, else None. After a flush none follows."""
-        if self.receiving is None or not self.receiving.is_completed():
+        if not self.has_mail:
             return None
         self.receiving.wait()
         found = self.memory.tolist()
@@ -332,16 +337,16 @@ class QuorumSteps:
     def begin_step(self) -> None:
         """Nothing to do: averaging steps begin at boundaries, or where a late rank hears of them."""
 
-    def gradient(self) -> None:
+    def gradient(self, rests: Callable[[], bool]) -> None:
         """Begins what the leader has decided meanwhile, so that the others do not wait for the boundary of a
         late rank."""
         if (now := time.perf_counter()) - self.looked > _POLL:
             self.looked = now
-            self.serve(lambda: True)
+            self.serve(rests)
 
-    def backward_over(self) -> None:
+    def backward_over(self, rests: Callable[[], bool]) -> None:
         """The same."""
-        self.serve(lambda: True)
+        self.serve(rests)
 
     @torch.no_grad()
     def before_update(self) -> bool:
@@ -349,8 +354,9 @@ class QuorumSteps:
         return self._finish(moved=False)
 
     def serve(self, rests: Callable[[], bool]) -> None:
-        """Begins what the leader has decided: a snapshot of weights that are this rank's own changes none."""
-        if rests():
+        """Begins what the leader has decided: a snapshot of weights that are this rank's own changes none.
+        Not of weights that a script has moved for a pass (a perturbation), or updated since the boundary."""
+        if any(inbox.has_mail for inbox in self.inboxes.values()) and rests():
             self._listen()
         self.groups.line.advance()
 

@@ -46,12 +46,16 @@ class StepSchedule(Protocol):
     def begin_step(self) -> None:
         """Called when a training step begins: in its first forward pass, or when its backward pass begins."""
 
-    def gradient(self) -> None:
+    def gradient(self, rests: Callable[[], bool]) -> None:
         """Called inside a backward pass, now and then when a parameter on the CPU has its gradient; weights
-        must not change."""
+        must not change.
 
-    def backward_over(self) -> None:
-        """Called when a backward pass has ended; the weights must not change."""
+        Args:
+            rests: Whether they are those of this rank's training, not what a script has moved for a while.
+        """
+
+    def backward_over(self, rests: Callable[[], bool]) -> None:
+        """Called when a backward pass has ended; the weights must not change. ``rests`` as above."""
 
     def before_update(self) -> bool:
         """Called before the optimizer updates the weights; returns whether it has changed them."""
@@ -61,7 +65,7 @@ class StepSchedule(Protocol):
         must not change.
 
         Args:
-            rests: Whether they are those of this rank's training, not what a script has moved for a while.
+            rests: As for :meth:`gradient`.
         """
 
     def progress(self) -> bool:
@@ -150,13 +154,13 @@ class _CountedSchedule:
     def begin_step(self) -> None:
         """See :class:`StepSchedule`."""
 
-    def gradient(self) -> None:
+    def gradient(self, rests: Callable[[], bool]) -> None:
         """Starts second phases, so that a training step is enough for both."""
         if self.under_way and (now := time.perf_counter()) - self.polled_at > self.POLL:
             self.polled_at = now
             self.groups.line.advance()
 
-    def backward_over(self) -> None:
+    def backward_over(self, rests: Callable[[], bool]) -> None:
         """The same."""
         self.groups.line.advance()
 

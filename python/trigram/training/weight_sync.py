@@ -150,7 +150,7 @@ class WeightSync(StepHooks):
         if not param.is_cpu:
             return  # this is another thread
         try:
-            self.schedule.gradient()
+            self.schedule.gradient(self.looks.at_rest)
         except TrigramError as e:
             # Ranks regroup when the pass is over: weights must not change in it. The error comes again there.
             if not self.elastic.is_loss(e):
@@ -162,7 +162,7 @@ class WeightSync(StepHooks):
         self.passes.active = False
         self._note_reached()
         with self.elastic.forgiving():
-            self.schedule.backward_over()
+            self.schedule.backward_over(self.looks.at_rest)
         self.tracker.pass_ends()
         if self.updating:
             return

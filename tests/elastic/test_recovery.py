@@ -345,3 +345,28 @@ def test_op_timeout_ends_a_wait_for_a_neighbour(algorithm: str) -> None:
     """The wait asks now and then whether ranks regroup; that question's timeout is not the message's."""
     text, _ = run(2, _waits_for_slow_neighbour, algorithm, patience.seconds(1.0), timeout=90)
     says(text, "timed out after", "rank 1")
+
+
+def _saves_in_its_first_step(rank: int, world: int, algorithm: str) -> tuple[int, bool]:
+    """Rank 2 dies where the others save the algorithm's state, before anything has been learned."""
+    trigram.init(elastic=True)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trigram.with_bagua(net, algorithm, optimizer=optimizer, elastic=True)
+    states = []
+    for step in range(6):
+        optimizer.zero_grad()
+        net(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 0 and rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        states.append(trigram.algorithm_state(net))
+    trigram.load_algorithm_state(net, states[-1])
+    return trigram.world_size(), all("carrier" in state for state in states)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "local_sgd"])
+def test_a_rank_is_lost_while_others_save_the_state(algorithm: str) -> None:
+    with Ranks(3, _saves_in_its_first_step, algorithm) as ranks:
+        results = ranks.results(60, dies=[2])
+    assert results[0] == results[1] == (2, True)

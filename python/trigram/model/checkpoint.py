@@ -50,8 +50,8 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
         state["auto"] = wrapped.tuner.saved()
     if wrapped.hooks is not None:
         wrapped.hooks.drain(between_steps=True)
-        if isinstance(wrapped.hooks, GradientSync):
-            wrapped.hooks.order.learn()
+        if isinstance(wrapped.hooks, GradientSync) and wrapped.states is None:
+            wrapped.hooks.order.learn()  # of an elastic job in the next step, in which a rank may be lost
         state["carrier"] = copy.deepcopy(wrapped.hooks.state())
     if isinstance(wrapped.hooks, GradientSync) and wrapped.hooks.buckets.owed:
         state["owed"] = wrapped.hooks.buckets.owed_by_index()

@@ -153,14 +153,22 @@ def test_a_host_that_cannot_be_reached_is_named(several_hosts: None, tmp_path: P
     says(done.stderr, "the ranks of nowhere have failed", "Cannot open network namespace")
 
 
-def test_no_hosts_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--hosts", " , "], "needs a host or more"),
+        (["--hosts", "a,b", "--nnodes", "2", "--node-rank", "0"], "--node-rank, --nnodes is for launchers"),
+        (["--env", "NAME"], "--env goes with --hosts"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, given: list[str], told: str) -> None:
     (tmp_path / "script.py").write_text("")
-    command = [sys.executable, "-m", "trigram", "run", "--hosts", " , ", "script.py"]
+    command = [sys.executable, "-m", "trigram", "run", *given, "script.py"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(60), check=False
     )
     assert done.returncode == 2
-    says(done.stderr, "needs a host or more")
+    says(" ".join(done.stderr.replace("│", " ").split()), told)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

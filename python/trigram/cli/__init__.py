@@ -162,10 +162,17 @@ def run_command(
         raise typer.BadParameter(f"there is no script {command[0]}")
     launch.refuse_inside_job()
     script = [*(["-m"] if module else []), *command]
-    if hosts is not None and endpoint is not None:
+    by_hand = [
+        ("--rdzv-endpoint", endpoint),
+        ("--node-rank", place),
+        ("--nnodes", nnodes if nnodes != "1" else None),
+    ]
+    if hosts is not None and (given := [name for name, value in by_hand if value is not None]):
         raise typer.BadParameter(
-            "--hosts starts ranks over ssh, --rdzv-endpoint is for launchers on each host"
+            f"--hosts starts ranks over ssh, {', '.join(given)} is for launchers on each host"
         )
+    if hosts is None and (env or there is not None):
+        raise typer.BadParameter(f"{'--env' if env else '--python'} goes with --hosts")
     if port is not None and endpoint is not None:
         raise typer.BadParameter("--rdzv-endpoint HOST:PORT names the port already; leave out --port")
     if hosts is not None:

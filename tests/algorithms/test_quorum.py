@@ -89,7 +89,8 @@ def _one_is_late(
         time.sleep(0.02)
         step()
         trained += 1
-    return 0.0, trained - schedule.made, schedule.made
+    since = min(schedule.trained)  # of the fragment that was averaged
+    return 0.0, trained - since, since
 
 
 def _perturbed(module: Walk, model: nn.Module) -> Callable[[], None]:
@@ -297,6 +298,30 @@ def all_of_them(rank: int, world: int, what: str) -> None:
         close(a, b, 1e-6 * float(b.abs().max()))
 
 
+@CASES.over("quorum", "all")
+def what_a_script_changes_by_hand(rank: int, world: int, who: str) -> None:
+    """Between the backward pass and the update, while the average is under way, it is not lost; nor are
+    weights that are loaded after the update of a step whose average is due."""
+    options = {"quorum": world} if who == "quorum" else {}
+    module, steps = Walk(), 10
+    model = trigram.with_bagua(module, f"central/full/every:{EVERY}", overlap=True, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125 * (rank + 1))
+    each = 0.125 * (world + 1) / 2 + 0.5
+    zeros = {name: torch.zeros_like(t) for name, t in module.state_dict().items()}
+    for number in range(steps):
+        if number == 2 * EVERY:
+            module.load_state_dict(zeros)
+        optimizer.zero_grad()
+        model().backward()
+        with torch.no_grad():
+            for p in module.parameters():
+                p.data.sub_(0.5)
+        optimizer.step()
+    with trigram.consensus(model):
+        assert abs(module.value() + each * (steps - 2 * EVERY)) < 1e-5, (module.value(), each)
+    trigram.unwrap(model)
+
+
 @CASES
 def a_pause(rank: int, world: int) -> None:
     """Evaluation, a checkpoint and another algorithm in the middle; averaging steps go on after them."""
@@ -448,6 +473,27 @@ def ranks_disagree(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world, transport", [(2, "shm"), (3, "tcp")])
 def test_quorum(in_launch: Callable[..., None], world: int, transport: str, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)
+
+
+def _meets_in_collectives(rank: int, world: int, quorum: int, overlap: bool) -> int:
+    """Ranks of different speed, whose averaging steps are due at different steps, meet in calls."""
+    trigram.init(op_timeout=20)
+    _, model, step = walk(rank, quorum, grace=0.0, overlap=overlap)
+    for number in range(30):
+        time.sleep((0.001, 0.005, 0.02)[rank])
+        step()
+        if number % 5 == 4:
+            total = torch.ones(1)
+            trigram.all_reduce(total)
+            assert total.item() == world
+    trigram.barrier()
+    return int(trigram.stats(model)["rounds"])
+
+
+@pytest.mark.parametrize("quorum, overlap", [(1, False), (2, False), (2, True)])
+def test_late_ranks_meet_in_collectives_of_the_script(quorum: int, overlap: bool) -> None:
+    """One of them waits in a call, and another for a decision: neither waits for the other without an end."""
+    assert min(run(3, _meets_in_collectives, quorum, overlap, timeout=60)) >= 1
 
 
 def _until_killed(rank: int, world: int) -> str:

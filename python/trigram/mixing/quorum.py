@@ -18,7 +18,10 @@ part, in a backward pass or while it waits in some call. It is awaited at the bo
 next training step (``overlap``) and is applied before the update of that.
 
 Messages: HERE (a rank has reached its averaging step), a decision (who takes part), and two that end a
-training. Each rank sends one HERE and no other until a decision has taken it in.
+training. Each rank sends one HERE and no other until a decision has taken it in. Two more keep ranks from
+waiting for each other, one here and one in a collective of the script, for they are at different steps of it:
+WAITS (a rank waits for a decision), to which a leader that waits elsewhere answers that the rank goes on;
+and ASK (the leader waits for a quorum), to which a rank that waits elsewhere answers HERE.
 """
 
 from __future__ import annotations
@@ -38,14 +41,16 @@ from trigram.mixing.quorum_average import BEHIND, IN, QuorumAverage, Rule
 from trigram.observe import spans
 from trigram.runtime import serving
 
-_HERE, _LEAVES, _FLUSH = 1, 2, 3
-_DECISION, _LEFT, _ENDED = 4, 5, 6
+_HERE, _LEAVES, _FLUSH, _WAITS = 1, 2, 3, 7
+_DECISION, _LEFT, _ENDED, _ASK, _GO_ON = 4, 5, 6, 8, 9
 _TO_LEADER, _FROM_LEADER = 4, 5
 """Tags of messages."""
 _ADAPTIVE = 0.1
 """The default grace window, as a part of the time since the leader's last averaging step."""
 _POLL = 0.002
 """Seconds between two looks at messages inside a backward pass."""
+_PATIENCE = 0.2
+"""Seconds after which the leader's wait may be for ranks that wait elsewhere."""
 
 
 class _Inbox:
@@ -54,12 +59,14 @@ class _Inbox:
     def __init__(self, groups: ModelGroups, sender: int, tag: int, words: int) -> None:
         self.group, self.sender, self.tag = groups.main, groups.main.ranks[sender], tag
         self.memory = torch.zeros(words, dtype=torch.int32, device="cpu")
-        self.receiving: Any = None
+        self.receiving: collectives.Work | None = None
         self.listen()
 
     def listen(self) -> None:
         """Starts to receive the next message."""
         self.receiving = collectives.recv(self.memory, self.sender, self.tag, self.group, async_op=True)
+        assert self.receiving is not None
+        self.receiving.serve_when_done()  # wherever this rank waits then
 
     @property
     def has_mail(self) -> bool:
@@ -68,7 +75,7 @@ class _Inbox:
 
     def take(self) -> list[int] | None:
         """The next message if one has arrived, else None. After a flush none follows."""
-        if not self.has_mail:
+        if self.receiving is None or not self.receiving.is_completed():
             return None
         self.receiving.wait()
         found = self.memory.tolist()
@@ -104,7 +111,9 @@ class QuorumSteps:
     ) -> None:
         self.fragments, self.groups, self.quorum, self.grace = list(fragments), groups, quorum, grace
         self.overlap, self.average = overlap, QuorumAverage(groups)
-        self.under_way: tuple[Rule, spans.Span | None] | None = None
+        self.decided: tuple[list[int], int, int] | None = None  # an averaging step that is about to begin
+        self.under_way: tuple[int, int, spans.Span | None] | None = None  # its fragment and number
+        self.in_step = False  # a training step has begun, and its boundary is not made
         self.every = every // len(fragments)
         n, self.rank = groups.size, groups.rank
         self.steps_done = self.waits = 0
@@ -117,6 +126,10 @@ class QuorumSteps:
         self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
         self.theirs: dict[int, list[int]] = {}  # of the leader: `agreed` of those who have
         self.there = [True] * n  # who has not ended its training
+        self.waiting: set[int] = set()  # of the leader: who waits for a decision
+        self.leads = self.follows = False  # this rank waits for a quorum, or for a decision
+        self.asked = False  # of another rank: the leader does
+        self.released = False  # likewise: it does not wait until a decision takes it in
         if groups.sample_weight is not None:
             groups.sample_weight.divide(len(fragments))
         self.late = False  # the averaging step that this rank's next one belongs to went on without it
@@ -138,7 +151,8 @@ class QuorumSteps:
                 f"{self.groups.group.ranks[self.rank]} while the ranks ended their averaging steps "
                 "(quorum=), so they cannot go on; restart from a checkpoint, and let all ranks make that call"
             )
-        self._finish(moved=True)  # this training step had no update before which it could end
+        self._settle()  # this training step had no update before which it could end
+        self.in_step = False
         self._count_step()
         self._listen()
         # By this rank's own steps since its last average: one that came late is in step again after the next.
@@ -150,7 +164,7 @@ class QuorumSteps:
                 self._follow()
             self.waited += time.perf_counter() - since
         if not self.overlap:
-            self._finish(moved=False)
+            self._settle(at_once=True)
 
     def _count_step(self) -> None:
         """The training step that ends here is in the weights, and so in the averaging steps that follow."""
@@ -178,6 +192,8 @@ class QuorumSteps:
         there: list[int] = []
         enough: float | None = None
 
+        asked: set[int] = set()
+
         def is_enough() -> bool:
             nonlocal there, enough
             self._listen()
@@ -188,28 +204,39 @@ class QuorumSteps:
                 enough = now
             if not missing or (enough is not None and now - enough >= grace):
                 return True
+            if enough is None and now - since > _PATIENCE:
+                for j in set(missing) - asked:
+                    self._tell(j, [_ASK])
+                asked.update(missing)
             self._check_limit(since, missing, f"a quorum of {self.quorum}")
             return False
 
-        self._until(is_enough)
+        self.leads = True
+        try:
+            self._until(is_enough)
+        finally:
+            self.leads = False
         flags = [0] * self.groups.size
         for j in (0, *(j for j in there if self.here[j])):
             behind = j and self.theirs[j][self.next] != self.agreed[self.next]
             flags[j] = BEHIND if behind else IN
         for j in there:
             self._tell(j, [_DECISION, self.next, self.agreed[self.next], *flags])
-        self.here = [False] * self.groups.size
+        self.here, self.waiting = [False] * self.groups.size, set()
         fragment = self.next
         self._count(fragment, flags)
-        self._begin(flags, fragment, self.agreed[fragment])
+        self._decide(flags, fragment, self.agreed[fragment])
         self.last = time.perf_counter()
 
     def _follow(self) -> None:
         """Says that this rank is there, and waits for the decision, unless that was made before."""
+        if self.released:
+            return
         before, since = self._begun, time.perf_counter()
         if not self.here[self.rank]:
             self.here[self.rank] = True
             self._tell(0, [_HERE, 0, 0, *self.agreed])
+        self._tell(0, [_WAITS])
 
         def is_decided() -> bool:
             self._listen()
@@ -218,7 +245,11 @@ class QuorumSteps:
             self._check_limit(since, [0], "the decision of the first rank")
             return False
 
-        self._until(is_decided)
+        self.follows = True
+        try:
+            self._until(is_decided)
+        finally:
+            self.follows = False
         self.late = False  # if it was, it does not wait this time; the next decision takes it in
 
     def _until(self, done: Callable[[], bool]) -> None:
@@ -238,16 +269,23 @@ class QuorumSteps:
                 f"{names}; it may be stuck, or need more than the op_timeout of trigram.init"
             )
 
-    def _listen(self) -> bool:
-        """Handles the messages that have arrived; True if one made this rank begin an averaging step."""
-        before = self._begun
+    def _listen(self) -> None:
+        """Handles the messages that have arrived."""
         for j, inbox in self.inboxes.items():
             while (found := inbox.take()) is not None:
                 kind, fragment, number, flags = found[0], found[1], found[2], found[3:]
                 if kind == _HERE:
                     self.here[j], self.theirs[j] = True, flags
+                elif kind == _WAITS and self.here[j]:  # else a decision for it is on its way
+                    self.waiting.add(j)
+                elif kind == _GO_ON:
+                    if self.follows:  # else it has heard of a decision meanwhile
+                        self.late = self.released = True
+                elif kind == _ASK:
+                    self.asked = not self.here[self.rank]
                 elif kind == _LEAVES:
                     self.there[j] = self.here[j] = False
+                    self.waiting.discard(j)
                     if (
                         not self.leaves
                     ):  # else it has been told by _ENDED, and expects nothing after the flush
@@ -257,16 +295,15 @@ class QuorumSteps:
                 elif kind == _ENDED:
                     self.there[0] = self.here[self.rank] = False
                 elif kind == _DECISION:
-                    flags = flags[: self.groups.size]
+                    self.asked, flags = False, flags[: self.groups.size]
                     self._count(fragment, flags)
                     if flags[self.rank]:
                         self.here[self.rank] = False
-                        self._begin(flags, fragment, number)
+                        self._decide(flags, fragment, number)
                     else:
                         self.late = True
                 elif kind == _FLUSH:
                     self.flushed_by.add(j)
-        return self._begun > before
 
     def _count(self, fragment: int, flags: Sequence[int]) -> None:
         """The leader has decided who averages this fragment: unless nobody else does, the next one follows.
@@ -283,90 +320,119 @@ class QuorumSteps:
 
     # One averaging step.
 
-    @torch.no_grad()
-    def _begin(self, flags: Sequence[int], fragment: int, number: int) -> None:
-        """Takes a snapshot of a fragment, and begins its average among the members.
+    def _decide(self, flags: Sequence[int], fragment: int, number: int) -> None:
+        """Notes who takes part in an averaging step of this fragment, and how many there were before."""
+        self.late = self.released = False
+        if any(flags[1:]):
+            self.decided = list(flags), fragment, number
+            # A step in which this rank hears of it will not be in the snapshot. It counts for when the next
+            # one is due as if it were: who is a moment late would else be due a step before the others.
+            self.made = -1 if self.in_step else 0
+        else:
+            self.steps_done += 1  # what a rank trains alone counts in its next average
 
-        Args:
-            flags: How each rank takes part.
-            fragment: Of the weights.
-            number: The averaging steps of this fragment before.
-        """
-        n, members = self._begun, [j for j, how in enumerate(flags) if how]
-        self.late = False
-        span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
-        if len(members) == 1:  # what a rank trains alone counts in its next average
-            self.steps_done += 1
-            spans.end(span)
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Takes a snapshot for an averaging step that is decided, and starts its average."""
+        if self.decided is None:
             return
+        (flags, fragment, number), self.decided, n = self.decided, None, self.steps_done
+        members = sum(map(bool, flags))
+        span = spans.begin("rounds", lambda: f"round {n} of {members} ranks")
         mine = float(self.trained[fragment])
-        self.trained[fragment] = self.made = 0
-        self.agreed[fragment] = number + 1
+        self.trained[fragment] = 0
         if self.groups.sample_weight is not None:
             mine, self.weighed[fragment] = self.weighed[fragment], 0.0
-        self.under_way = self.fragments[fragment], span
+        self.under_way = fragment, number, span
         self.average.begin(self.fragments[fragment], flags, mine, n)
 
-    def _finish(self, moved: bool) -> bool:
+    def _finish(self, at_once: bool = False) -> bool:
         """Waits for the averaging step under way, if there is one, and applies it; returns whether there was.
-        ``moved``: the weights may have changed since the snapshot."""
+        ``at_once``: the script has done nothing since it began."""
         if self.under_way is None:
             return False
-        weights, span = self.under_way
-        self.under_way = None  # also if it fails: what all members refuse ends no training
+        fragment, number, span = self.under_way
+        weights = self.fragments[fragment]
         since = time.perf_counter()
         try:
             self.average.wait()
         except BaseException:
             self.groups.line.remove(self.average)
             raise
+        finally:
+            self.under_way = None  # also if it fails: what all members refuse ends no training
         self.waited += time.perf_counter() - since
+        self.agreed[fragment] = number + 1
         weights.conclude()
-        weights.apply(moved)
+        weights.apply(moved=not at_once and weights.has_moved())
         self.steps_done += 1
         spans.end(span)
         return True
 
+    def _settle(self, at_once: bool = False) -> bool:
+        """Makes the averaging step that is decided or under way; returns whether there was one."""
+        self._begin()
+        return self._finish(at_once)
+
     @property
     def _begun(self) -> int:
-        """Averaging steps that this rank has begun."""
-        return self.steps_done + (self.under_way is not None)
+        """Averaging steps that this rank has begun, or is about to."""
+        return self.steps_done + (self.under_way is not None) + (self.decided is not None)
 
     # Between boundaries: an averaging step under way is applied before the next update.
 
     def begin_step(self) -> None:
-        """Nothing to do: averaging steps begin at boundaries, or where a late rank hears of them."""
+        """See :class:`trigram.training.schedule.StepSchedule`. What is to overlap begins here, and not at the
+        boundary, after which a script may load other weights."""
+        self.in_step = True
+        self._begin()
 
     def gradient(self, rests: Callable[[], bool]) -> None:
         """Begins what the leader has decided meanwhile, so that the others do not wait for the boundary of a
         late rank."""
         if (now := time.perf_counter()) - self.looked > _POLL:
             self.looked = now
-            self.serve(rests)
+            self._hear(rests)
 
     def backward_over(self, rests: Callable[[], bool]) -> None:
         """The same."""
-        self.serve(rests)
+        self._hear(rests)
 
     @torch.no_grad()
     def before_update(self) -> bool:
         """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self._finish(moved=False)
+        return self._finish()
 
     def serve(self, rests: Callable[[], bool]) -> None:
-        """Begins what the leader has decided: a snapshot of weights that are this rank's own changes none.
-        Not of weights that a script has moved for a pass (a perturbation), or updated since the boundary."""
-        if any(inbox.has_mail for inbox in self.inboxes.values()) and rests():
+        """Begins what the leader has decided; and keeps others from waiting for this rank, see the module."""
+        self._hear(rests)
+        if self.leads or self.leaves:
+            return
+        while self.waiting:
+            self._tell(self.waiting.pop(), [_GO_ON])
+        if self.asked and not self.here[self.rank] and self._begun == self.steps_done and rests():
+            self.asked, self.here[self.rank] = False, True
+            self._tell(0, [_HERE, 0, 0, *self.agreed])
+
+    def _hear(self, rests: Callable[[], bool]) -> None:
+        """Handles messages within a step. A snapshot of weights that are this rank's own changes none; there
+        is none of weights that a script has moved for a pass (a perturbation), or updated since the boundary.
+        """
+        mail = any(inbox.has_mail for inbox in self.inboxes.values())
+        if mail and self.rank == 0:
+            self._listen()  # nothing begins by what the leader hears
+        elif (mail or self.decided is not None) and rests():
             self._listen()
+            self._begin()
         self.groups.line.advance()
 
     # The end of a training, or a pause in it.
 
     def progress(self) -> bool:
         """Takes part in the average of others while this rank waits elsewhere; True if it did."""
-        ended = self._finish(moved=True)
+        ended = self._settle()
         self._listen()
-        return self._finish(moved=False) or ended
+        return self._settle(at_once=True) or ended
 
     def finish_pending(self) -> bool:
         """Says that this rank makes no more averaging steps; True once no decision may take it in."""
@@ -377,9 +443,9 @@ class QuorumSteps:
                     self._tell(j, [_ENDED])
             elif self.there[0]:
                 self._tell(0, [_LEAVES])
-        self._finish(moved=True)
+        self._settle()
         self._listen()
-        self._finish(moved=False)
+        self._settle(at_once=True)
         return self.rank == 0 or not self.there[0] or not self.there[self.rank]
 
     def drain(self, timeout: float | None) -> None:
@@ -388,7 +454,8 @@ class QuorumSteps:
         self._flush()
         self._agree()
         self.flushed_by.clear()
-        self.leaves = self.late = False
+        self.leaves = self.late = self.asked = self.released = False
+        self.waiting = set()
         self.there, self.here = [True] * self.groups.size, [False] * self.groups.size
         for inbox in self.inboxes.values():
             inbox.listen()

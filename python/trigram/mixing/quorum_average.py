@@ -8,6 +8,7 @@ others are sent the present agreement.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from trigram import collectives
 from trigram.averaging.exchange import Exchange, Phases, Together
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.coalesced import Part
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, TimeoutError
 from trigram.mixing.step import AveragingStep
 from trigram.runtime import serving
 from trigram.runtime.serving import Pending
@@ -56,6 +57,9 @@ class Rule(Protocol):
     def rejoin(self) -> None:
         """``out`` is what this rank has to average, and becomes the weights of a rank that has trained as
         much, and has the present agreement."""
+
+    def has_moved(self) -> bool:
+        """Whether the weights have changed since the last :meth:`take`."""
 
     def apply(self, moved: bool) -> None:
         """``out`` becomes the weights."""
@@ -126,6 +130,7 @@ class QuorumAverage(Exchange):
     def __init__(self, groups: ModelGroups) -> None:
         self.groups, self.rank, self.sent = groups, groups.rank, 0
         self._of: _Members | None = None
+        self._awaited: dict[int, Any] = {}  # by member, what is received from it
 
     def begin(self, weights: Rule, flags: Sequence[int], mine: float, number: int) -> None:
         """Takes a snapshot of a fragment and starts to average it, without waiting.
@@ -152,7 +157,7 @@ class QuorumAverage(Exchange):
         weight = torch.tensor([self._of.mine], dtype=values.dtype, device="cpu")
         # A part of each rank: its values of the receiver's shard, and its weight.
         parts = {k: torch.empty(shards[place].numel() + 1, dtype=values.dtype, device="cpu") for k in others}
-        received = [self._receive(parts[k], members[k], _PART) for k in others]
+        received = self._await({members[k]: (parts[k], _PART) for k in others})
         sent = [self._send(torch.cat([shards[k].cpu(), weight]), members[k], _PART) for k in others]
         yield Together([*received, *sent])
         parts[place] = torch.cat([shards[place].cpu(), weight])
@@ -163,7 +168,7 @@ class QuorumAverage(Exchange):
             if factor:  # a rank that weighs nothing may hold NaN
                 mean.add_(part[:-1], alpha=factor)
         into = {k: torch.empty(shards[k].numel(), dtype=values.dtype, device="cpu") for k in others}
-        received = [self._receive(into[k], members[k], _MEAN) for k in others]
+        received = self._await({members[k]: (into[k], _MEAN) for k in others})
         sent = [self._send(mean, members[k], _MEAN) for k in others]
         yield Together([*received, *sent, *works])
         shards[place].copy_(mean)
@@ -173,9 +178,31 @@ class QuorumAverage(Exchange):
             old.copy_(new)
 
     def wait_for(self, pending: Pending) -> None:
-        """Waits for the messages under way; raises AbortedError if the members of an elastic job change."""
-        with serving.looking(self.groups.check_interrupted):
+        """Waits for the messages under way.
+
+        Raises:
+            AbortedError: The members of an elastic job change.
+            TimeoutError: A member has sent nothing for as long as a call of the script may last.
+        """
+        since, limit, ranks = time.perf_counter(), self.groups.group.timeout, self.groups.group.ranks
+
+        def look() -> None:
+            self.groups.check_interrupted()
+            if limit is not None and time.perf_counter() - since > limit:
+                missing = (str(ranks[j]) for j, work in self._awaited.items() if not work.is_completed())
+                raise TimeoutError(
+                    f"quorum: rank {ranks[self.rank]} has waited {limit:g} s for rank {', '.join(missing)} "
+                    "in an averaging step that it takes part in; it may be stuck, or need more than the "
+                    "op_timeout of trigram.init"
+                )
+
+        with serving.looking(look):
             pending.wait()
+
+    def _await(self, wanted: dict[int, tuple[torch.Tensor, int]]) -> list[Any]:
+        """Starts to receive from members, into these tensors, messages with these tags."""
+        self._awaited = {j: self._receive(into, j, tag) for j, (into, tag) in wanted.items()}
+        return list(self._awaited.values())
 
     def _catch_up(
         self, agreement: Sequence[torch.Tensor]

@@ -77,6 +77,15 @@ class AveragingStep(Exchange):
         self.given.pack()
 
     @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether the weights are others than those of the last :meth:`take`: a script may change them
+        between a backward pass and the update, in ways that leave no trace but the values."""
+        pairs = [(t, v.to(t.dtype)) for t, v in zip(self.given.tensors, self.given.views, strict=True)]
+        if self.inp.is_cpu:
+            return not all(torch.equal(t, view) for t, view in pairs)
+        return bool(torch.stack([(t != view).any() for t, view in pairs]).any())  # one wait for the device
+
+    @torch.no_grad()
     def apply(self, moved: bool) -> None:
         """Moves the result into the weights; ``moved``: the weights have changed since :meth:`take`."""
         if (self.exact and not moved) or (self.heals and not bool(self.inp.isfinite().all())):

@@ -318,7 +318,8 @@ class EverySteps(_CountedSchedule):
         """See :class:`StepSchedule`."""
         if self.steps_started == self.steps_done:
             return False
-        self._finish(moved=False)
+        under_way = self.fragments[self.under_way[0].fragment]
+        self._finish(moved=any(step.exact and step.has_moved() for step in under_way))
         return True
 
     def state(self) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def _beating(store: AnsweringStore, me: int) -> Iterator[None]:
 
     def beat() -> None:
         with suppress(TrigramError, dist.DistError, RuntimeError):  # the store has gone, as others see too
+            store.add(_LIVES.format(me), 1)
             while not over.wait(_BEAT_SECONDS):
                 store.add(_LIVES.format(me), 1)
 
@@ -206,7 +207,7 @@ class _Pulse:
         found = int(self._store.add(_LIVES.format(i), 0))
         if found != beats:
             self._seen[i] = found, now
-        elif now - since > _SILENCE_SECONDS:
+        elif found and now - since > _SILENCE_SECONDS:  # versions before this one say nothing
             raise _GoneError(
                 f"doctor: host {i}, {self._hosts[i]['host']}, has gone: not a word for {now - since:.0f} s"
             )

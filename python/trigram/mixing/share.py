@@ -67,6 +67,14 @@ class Share(AveragingStep):
         yield from weighted_mean(self, self.average, step)
 
     @torch.no_grad()
+    def has_moved(self) -> bool:
+        """See :class:`trigram.mixing.AveragingStep`; of the values that this step averages."""
+        return not all(
+            torch.equal(_taken(t, at, self.stride), self.inp[into : into + count])
+            for t, at, count, into in self._places()
+        )
+
+    @torch.no_grad()
     def apply(self, moved: bool) -> None:
         """See :class:`trigram.mixing.AveragingStep`."""
         if moved:

@@ -60,6 +60,7 @@ class _Inbox:
         self.group, self.sender, self.tag = groups.main, groups.main.ranks[sender], tag
         self.memory = torch.zeros(words, dtype=torch.int32, device="cpu")
         self.receiving: collectives.Work | None = None
+        self.taken: collectives.Work | None = None
         self.listen()
 
     def listen(self) -> None:
@@ -67,6 +68,11 @@ class _Inbox:
         self.receiving = collectives.recv(self.memory, self.sender, self.tag, self.group, async_op=True)
         assert self.receiving is not None
         self.receiving.serve_when_done()  # wherever this rank waits then
+
+    def serve_again(self) -> None:
+        """Has threads that wait look at this as if the last message had just arrived."""
+        if self.taken is not None:
+            self.taken.serve_when_done()
 
     @property
     def has_mail(self) -> bool:
@@ -79,7 +85,7 @@ class _Inbox:
             return None
         self.receiving.wait()
         found = self.memory.tolist()
-        self.receiving = None
+        self.taken, self.receiving = self.receiving, None
         if found[0] != _FLUSH:
             self.listen()
         return found
@@ -361,6 +367,8 @@ class QuorumSteps:
             raise
         finally:
             self.under_way = None  # also if it fails: what all members refuse ends no training
+            for j in self.waiting:  # they were not answered meanwhile
+                self.inboxes[j].serve_again()
         self.waited += time.perf_counter() - since
         self.agreed[fragment] = number + 1
         weights.conclude()
@@ -406,8 +414,8 @@ class QuorumSteps:
     def serve(self, rests: Callable[[], bool]) -> None:
         """Begins what the leader has decided; and keeps others from waiting for this rank, see the module."""
         self._hear(rests)
-        if self.leads or self.leaves:
-            return
+        if self.leads or self.leaves or self.under_way is not None:
+            return  # it waits in an averaging step itself
         while self.waiting:
             self._tell(self.waiting.pop(), [_GO_ON])
         if self.asked and not self.here[self.rank] and self._begun == self.steps_done and rests():

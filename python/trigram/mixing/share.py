@@ -19,7 +19,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.coalesced import Part
 from trigram.mixing.central import weighted_mean
-from trigram.mixing.step import AveragingStep
+from trigram.mixing.step import AveragingStep, differ
 from trigram.runtime.memory import empty
 
 
@@ -69,8 +69,8 @@ class Share(AveragingStep):
     @torch.no_grad()
     def has_moved(self) -> bool:
         """See :class:`trigram.mixing.AveragingStep`; of the values that this step averages."""
-        return not all(
-            torch.equal(_taken(t, at, self.stride), self.inp[into : into + count])
+        return differ(
+            (_taken(t, at, self.stride), self.inp[into : into + count])
             for t, at, count, into in self._places()
         )
 

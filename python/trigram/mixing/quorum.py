@@ -193,11 +193,10 @@ class QuorumSteps:
         self.made = int(math.fmod(-steps, self.every))
 
     def _lead(self, since: float) -> None:
-        """Waits for the quorum and the grace window, decides, and averages with those who are there."""
+        """Waits for the quorum and the grace window, and decides."""
         grace = _ADAPTIVE * (since - self.last) if self.grace is None else self.grace
         there: list[int] = []
         enough: float | None = None
-
         asked: set[int] = set()
 
         def is_enough() -> bool:
@@ -292,9 +291,7 @@ class QuorumSteps:
                 elif kind == _LEAVES:
                     self.there[j] = self.here[j] = False
                     self.waiting.discard(j)
-                    if (
-                        not self.leaves
-                    ):  # else it has been told by _ENDED, and expects nothing after the flush
+                    if not self.leaves:  # else it has been told, and expects nothing after the flush
                         self._tell(j, [_LEFT])
                 elif kind == _LEFT:
                     self.here[self.rank] = self.there[self.rank] = False
@@ -514,12 +511,14 @@ class QuorumSteps:
         """The averaging steps so far, and this rank's training steps since the last of each fragment, with
         their weight."""
         kept = {"weight": self._weights()} if self.groups.sample_weight is not None else {}
-        # Of one fragment, as earlier versions wrote it. Where that differs from the steps trained, in elastic
-        # jobs, when the ranks are due is what they must have alike.
+        # Of one fragment, as earlier versions wrote it, unless the steps trained are others than those that
+        # count for when the next one is due: in elastic jobs, or after a step in which this rank was taken in.
         state = {**kept, "rounds": self.steps_done, "trained": self.made}
         if any(outer := [each.state() for each in self.fragments]):
             state["exchanges"] = outer
-        return state if len(self.fragments) == 1 else {**state, "each": list(self.trained), "next": self.next}
+        if self.trained == [max(self.made, 0)]:
+            return state
+        return {**state, "each": list(self.trained), "next": self.next}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""

@@ -189,7 +189,8 @@ class QuorumAverage(Exchange):
         def look() -> None:
             self.groups.check_interrupted()
             if limit is not None and time.perf_counter() - since > limit:
-                missing = (str(ranks[j]) for j, work in self._awaited.items() if not work.is_completed())
+                missing = [str(ranks[j]) for j, work in self._awaited.items() if not work.is_completed()]
+                missing = missing or [str(ranks[j]) for j in self._awaited]  # who has not received
                 raise TimeoutError(
                     f"quorum: rank {ranks[self.rank]} has waited {limit:g} s for rank {', '.join(missing)} "
                     "in an averaging step that it takes part in; it may be stuck, or need more than the "

@@ -6,16 +6,14 @@ end. Interface: Lightning 2.6, ``lightning/fabric/fabric.py`` and ``lightning/fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import trigram
-from trigram.algorithms.trigram import Trigram
 from trigram.errors import MisuseError
 from trigram.integrations import elastic_calls, saved_state
 from trigram.integrations.lightning_ranks import ElasticRanks, NoSync
@@ -64,16 +62,9 @@ class TrigramElasticFabricStrategy(ElasticRanks, SingleDeviceStrategy):
         "joined, such as an epoch, is old: ask loader.epoch after the loop over the loader"
     )
 
-    def __init__(
-        self,
-        algorithm: str | Trigram | None = None,
-        options: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        **more: Any,
-    ) -> None:
-        self.algorithm, self.options = algorithm, dict(options or {})
+    def __init__(self, *args: Any, **more: Any) -> None:
         self.states: list[Any] = []
-        super().__init__(device or elastic_calls.own_device(), **more)
+        super().__init__(*args, **more)
         self._backward_sync_control = NoSync()
 
     def setup_environment(self) -> None:

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 import trigram
-from trigram.algorithms.trigram import Trigram
 from trigram.data import ElasticLoader
 from trigram.elastic.draining import Draining
 from trigram.errors import MisuseError
@@ -74,17 +71,10 @@ class TrigramElasticStrategy(ElasticRanks, SingleDeviceStrategy):
         "is logged in some batches of an epoch only is unknown to a rank that joins after them"
     )
 
-    def __init__(
-        self,
-        algorithm: str | Trigram | None = None,
-        options: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        **more: Any,
-    ) -> None:
-        self.algorithm, self.options = algorithm, dict(options or {})
+    def __init__(self, *args: Any, **more: Any) -> None:
         self._trainer: Any = None
         self._asked_by_signal: Any = None
-        super().__init__(device or elastic_calls.own_device(), **more)
+        super().__init__(*args, **more)
 
     # Beginning and end.
 

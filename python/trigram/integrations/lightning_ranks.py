@@ -7,6 +7,7 @@ Interface: Lightning 2.6, ``lightning/fabric/strategies/strategy.py`` and
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import trigram
+from trigram.algorithms.trigram import Trigram
 from trigram.errors import MisuseError
 from trigram.integrations import elastic_calls
 
@@ -41,6 +43,16 @@ class ElasticRanks:
     strategy_name = "trigram_elastic"
     same_calls = ""
     _entered = False
+
+    def __init__(
+        self,
+        algorithm: str | Trigram | None = None,
+        options: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        **more: Any,
+    ) -> None:
+        self.algorithm, self.options = algorithm, dict(options or {})
+        super().__init__(device or elastic_calls.own_device(), **more)  # type: ignore[call-arg]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -512,7 +512,7 @@ class QuorumSteps:
         their weight."""
         kept = {"weight": self._weights()} if self.groups.sample_weight is not None else {}
         # Of one fragment, as earlier versions wrote it, unless the steps trained are others than those that
-        # count for when the next one is due: in elastic jobs, or after a step in which this rank was taken in.
+        # count for when the next one is due: in elastic jobs, and after a step in which this rank took part.
         state = {**kept, "rounds": self.steps_done, "trained": self.made}
         if any(outer := [each.state() for each in self.fragments]):
             state["exchanges"] = outer

@@ -298,27 +298,28 @@ def all_of_them(rank: int, world: int, what: str) -> None:
         close(a, b, 1e-6 * float(b.abs().max()))
 
 
-@CASES.over("quorum", "all")
-def what_a_script_changes_by_hand(rank: int, world: int, who: str) -> None:
+@CASES.over("quorum", "quorum, loads", "all", "all, loads")
+def what_a_script_changes_by_hand(rank: int, world: int, what: str) -> None:
     """Between the backward pass and the update, while the average is under way, it is not lost; nor are
     weights that are loaded after the update of a step whose average is due."""
-    options = {"quorum": world} if who == "quorum" else {}
-    module, steps = Walk(), 10
+    options = {"quorum": world} if "quorum" in what else {}
+    module, counts = Walk(), 10
     model = trigram.with_bagua(module, f"central/full/every:{EVERY}", overlap=True, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125 * (rank + 1))
-    each = 0.125 * (world + 1) / 2 + 0.5
     zeros = {name: torch.zeros_like(t) for name, t in module.state_dict().items()}
-    for number in range(steps):
-        if number == 2 * EVERY:
+    for number in range(10):
+        if "loads" in what and number == 2 * EVERY:
             module.load_state_dict(zeros)
+            counts = 2
         optimizer.zero_grad()
         model().backward()
         with torch.no_grad():
             for p in module.parameters():
                 p.data.sub_(0.5)
         optimizer.step()
+    expected = -counts * (0.125 * (world + 1) / 2 + 0.5)
     with trigram.consensus(model):
-        assert abs(module.value() + each * (steps - 2 * EVERY)) < 1e-5, (module.value(), each)
+        assert abs(module.value() - expected) < 1e-5, (module.value(), expected)
     trigram.unwrap(model)
 
 

@@ -112,9 +112,10 @@ def _perturbed(module: Walk, model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def _late(rank: int, world: int, perturbs: bool) -> tuple[float, float, float, int, int]:
+def _late(rank: int, world: int, perturbs: bool | None) -> tuple[float, float, float, int, int]:
     """Weights after the second averaging step and after the third, their mean, and the steps of rank 2."""
-    module, model, step = walk(rank, 2, grace=0.5)
+    weighs = {"sample_weight": lambda: 3.0} if perturbs is None else {}  # each step of all ranks, alike
+    module, model, step = walk(rank, 2, grace=0.5, **weighs)
     if rank == 2 and perturbs:
         step = _perturbed(module, model)
     two, *trained = _one_is_late(rank, model, step, EVERY)
@@ -123,8 +124,8 @@ def _late(rank: int, world: int, perturbs: bool) -> tuple[float, float, float, i
         return two, three, module.value(), *trained
 
 
-@pytest.mark.parametrize("transport, perturbs", [("shm", False), ("tcp", False), ("shm", True)])
-def test_a_late_rank_is_merged(transport: str, perturbs: bool) -> None:
+@pytest.mark.parametrize("transport, perturbs", [("shm", None), ("tcp", False), ("shm", True)])
+def test_a_late_rank_is_merged(transport: str, perturbs: bool | None) -> None:
     """Two of three go on, and the third is in the next averaging step, weighted by all its training steps."""
     results = run(3, _late, perturbs, transport=transport, timeout=40)
     two = -2 * EVERY * 0.125 * 1.5
@@ -495,6 +496,35 @@ def _meets_in_collectives(rank: int, world: int, quorum: int, overlap: bool) -> 
 def test_late_ranks_meet_in_collectives_of_the_script(quorum: int, overlap: bool) -> None:
     """One of them waits in a call, and another for a decision: neither waits for the other without an end."""
     assert min(run(3, _meets_in_collectives, quorum, overlap, timeout=60)) >= 1
+
+
+def _stuck_as_a_member(rank: int, world: int) -> str:
+    """Rank 2 is late, has said that it is there, and then does nothing."""
+    trigram.init(op_timeout=2.0)
+    _, _, step = walk(rank, 2, grace=0.1)
+    for _ in range(EVERY - 1):
+        step()
+    try:
+        if rank == 2:
+            await_flag("made one", 30)
+            step()
+            flag("is there")
+            await_flag("has given up", 60)
+            return ""
+        step()
+        flag("made one")
+        await_flag("is there", 30)
+        for _ in range(EVERY):
+            step()
+    except trigram.TrigramError as e:
+        flag("has given up")
+        return f"{type(e).__name__}: {e}"
+    return "went on"
+
+
+def test_a_member_that_sends_nothing_is_named() -> None:
+    results = run(3, _stuck_as_a_member)
+    assert any("2 s for rank 2 in an averaging step" in said for said in results[:2]), results
 
 
 def _until_killed(rank: int, world: int) -> str:

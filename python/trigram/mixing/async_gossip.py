@@ -174,6 +174,7 @@ class AsyncGossip:
     """
 
     POLL = 0.002
+    assigns = False
     """Seconds between two looks at messages inside a backward pass."""
 
     def __init__(
@@ -414,7 +415,7 @@ class AsyncGossip:
         if self.script is None:
             self._listen()
 
-    def before_update(self) -> bool:
+    def before_update(self, changed: Callable[[], bool]) -> bool:
         """Applies what has arrived: the sooner, the less have the weights moved away from it."""
         under_way, kept = len(self.works), self._apply_kept()
         if self.script is None and self._take_arrived():

@@ -106,6 +106,8 @@ class QuorumSteps:
             Without it the averaging step ends at the boundary at which it begins.
     """
 
+    assigns = True
+
     def __init__(
         self,
         fragments: Sequence[Rule],
@@ -157,7 +159,7 @@ class QuorumSteps:
                 f"{self.groups.group.ranks[self.rank]} while the ranks ended their averaging steps "
                 "(quorum=), so they cannot go on; restart from a checkpoint, and let all ranks make that call"
             )
-        self._settle()  # this training step had no update before which it could end
+        self._settle(moved=True)  # this training step had no update before which it could end
         self.in_step = False
         self._count_step()
         self._listen()
@@ -170,7 +172,7 @@ class QuorumSteps:
                 self._follow()
             self.waited += time.perf_counter() - since
         if not self.overlap:
-            self._settle(at_once=True)
+            self._settle(moved=False)
 
     def _count_step(self) -> None:
         """The training step that ends here is in the weights, and so in the averaging steps that follow."""
@@ -349,9 +351,9 @@ class QuorumSteps:
         self.under_way = fragment, number, span
         self.average.begin(self.fragments[fragment], flags, mine, n)
 
-    def _finish(self, at_once: bool = False) -> bool:
+    def _finish(self, moved: Callable[[], bool]) -> bool:
         """Waits for the averaging step under way, if there is one, and applies it; returns whether there was.
-        ``at_once``: the script has done nothing since it began."""
+        ``moved``: whether the weights may be others than in the snapshot."""
         if self.under_way is None:
             return False
         fragment, number, span = self.under_way
@@ -369,15 +371,15 @@ class QuorumSteps:
         self.waited += time.perf_counter() - since
         self.agreed[fragment] = number + 1
         weights.conclude()
-        weights.apply(moved=not at_once and weights.has_moved())
+        weights.apply(moved())
         self.steps_done += 1
         spans.end(span)
         return True
 
-    def _settle(self, at_once: bool = False) -> bool:
+    def _settle(self, moved: bool) -> bool:
         """Makes the averaging step that is decided or under way; returns whether there was one."""
         self._begin()
-        return self._finish(at_once)
+        return self._finish(lambda: moved)
 
     @property
     def _begun(self) -> int:
@@ -404,9 +406,9 @@ class QuorumSteps:
         self._hear(rests)
 
     @torch.no_grad()
-    def before_update(self) -> bool:
+    def before_update(self, changed: Callable[[], bool]) -> bool:
         """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self._finish()
+        return self._finish(changed)
 
     def serve(self, rests: Callable[[], bool]) -> None:
         """Begins what the leader has decided; and keeps others from waiting for this rank, see the module."""
@@ -435,9 +437,9 @@ class QuorumSteps:
 
     def progress(self) -> bool:
         """Takes part in the average of others while this rank waits elsewhere; True if it did."""
-        ended = self._settle()
+        ended = self._settle(moved=True)
         self._listen()
-        return self._settle(at_once=True) or ended
+        return self._settle(moved=False) or ended
 
     def finish_pending(self) -> bool:
         """Says that this rank makes no more averaging steps; True once no decision may take it in."""
@@ -448,9 +450,9 @@ class QuorumSteps:
                     self._tell(j, [_ENDED])
             elif self.there[0]:
                 self._tell(0, [_LEAVES])
-        self._settle()
+        self._settle(moved=True)
         self._listen()
-        self._settle(at_once=True)
+        self._settle(moved=False)
         return self.rank == 0 or not self.there[0] or not self.there[self.rank]
 
     def drain(self, timeout: float | None) -> None:

@@ -58,9 +58,6 @@ class Rule(Protocol):
         """``out`` is what this rank has to average, and becomes the weights of a rank that has trained as
         much, and has the present agreement."""
 
-    def has_moved(self) -> bool:
-        """Whether the weights have changed since the last :meth:`take`."""
-
     def apply(self, moved: bool) -> None:
         """``out`` becomes the weights."""
 

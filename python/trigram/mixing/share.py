@@ -19,7 +19,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.coalesced import Part
 from trigram.mixing.central import weighted_mean
-from trigram.mixing.step import AveragingStep, differ
+from trigram.mixing.step import AveragingStep
 from trigram.runtime.memory import empty
 
 
@@ -65,14 +65,6 @@ class Share(AveragingStep):
             for t, at, count, into in self._places():
                 self.inp[into : into + count] = _taken(t, at, self.stride)
         yield from weighted_mean(self, self.average, step)
-
-    @torch.no_grad()
-    def has_moved(self) -> bool:
-        """See :class:`trigram.mixing.AveragingStep`; of the values that this step averages."""
-        return differ(
-            (_taken(t, at, self.stride), self.inp[into : into + count])
-            for t, at, count, into in self._places()
-        )
 
     @torch.no_grad()
     def apply(self, moved: bool) -> None:

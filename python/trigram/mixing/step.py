@@ -9,7 +9,7 @@ changed since.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,12 +77,6 @@ class AveragingStep(Exchange):
         self.given.pack()
 
     @torch.no_grad()
-    def has_moved(self) -> bool:
-        """Whether the weights are others than those of the last :meth:`take`: a script may change them
-        between a backward pass and the update, in ways that leave no trace but the values."""
-        return differ((t, v.to(t.dtype)) for t, v in zip(self.given.tensors, self.given.views, strict=True))
-
-    @torch.no_grad()
     def apply(self, moved: bool) -> None:
         """Moves the result into the weights; ``moved``: the weights have changed since :meth:`take`."""
         if (self.exact and not moved) or (self.heals and not bool(self.inp.isfinite().all())):
@@ -142,12 +136,3 @@ class AveragingStep(Exchange):
 
     def load(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-
-
-def differ(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether two tensors of a pair have different values; NaN is NaN."""
-    unlike: list[torch.Tensor] = []
-    for one, other in pairs:
-        if not one.is_cpu or not torch.equal(one, other):
-            unlike.append(((one != other) & ~(one.isnan() & other.isnan())).any())
-    return bool(unlike) and bool(torch.stack(unlike).any())  # a device is waited for once

@@ -30,6 +30,7 @@ class WeightLooks:
         self._gradients = GradientsSnapshot(())
         self._used = UsedGradients()
         self._resting: WeightsSnapshot | None = None
+        self._at_begin: WeightsSnapshot | None = None
         self._has_optimizer = self._has_looked = False
 
     @property
@@ -56,6 +57,15 @@ class WeightLooks:
         """The weights were changed by trigram."""
         if self._weights is not None:
             self._weights = WeightsSnapshot(self.trained)
+
+    def step_begins(self) -> None:
+        """A training step begins in which :meth:`changed` may be asked."""
+        self._at_begin = WeightsSnapshot(self.trained)
+
+    def changed(self) -> bool:
+        """Whether a script has changed the weights since its step began: in place, or since the backward pass
+        in any way (``param.data``) that more than a few values show."""
+        return self.moved() or (self._at_begin is not None and self._at_begin.moved(self.trained))
 
     def rest(self) -> None:
         """The weights are what they are to be until this rank trains, or a script moves them for a while."""

@@ -63,7 +63,7 @@ class WeightsWithoutInputs(WithoutInputs[WeightSync]):
     def step(self, src: int) -> None:
         """See :class:`WithoutInputs`."""
         sync = self.hooks
-        sync.schedule.before_update()
+        sync.schedule.before_update(lambda: False)
         sync.tracker.idle_step()
         sync.idle_steps += 1
         sync.boundaries.make_next()

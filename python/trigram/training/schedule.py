@@ -30,8 +30,11 @@ class StepSchedule(Protocol):
         steps_done: Averaging steps that have ended.
         waits: Averaging steps that this rank waited for because of ``staleness``.
         waited: Seconds that this rank waited for averaging steps.
+        assigns: Whether a result may be assigned to the weights before an update, in place of the difference
+            that is added to weights that have changed.
     """
 
+    assigns: bool
     steps_done: int
     waits: int
     waited: float
@@ -57,8 +60,12 @@ class StepSchedule(Protocol):
     def backward_over(self, rests: Callable[[], bool]) -> None:
         """Called when a backward pass has ended; the weights must not change. ``rests`` as above."""
 
-    def before_update(self) -> bool:
-        """Called before the optimizer updates the weights; returns whether it has changed them."""
+    def before_update(self, changed: Callable[[], bool]) -> bool:
+        """Called before the optimizer updates the weights; returns whether it has changed them.
+
+        Args:
+            changed: Whether a script has, since the training step began.
+        """
 
     def serve(self, rests: Callable[[], bool]) -> None:
         """Called while this rank waits for the others, wherever that is: does what they may wait for. Weights
@@ -134,6 +141,7 @@ class _CountedSchedule:
 
     POLL = 0.002
     """Seconds between two looks at averaging steps inside a backward pass."""
+    assigns = False
 
     def __init__(self, fragments: Sequence[Sequence[AveragingStep]], groups: ModelGroups) -> None:
         self.fragments = [list(steps) for steps in fragments]
@@ -164,7 +172,7 @@ class _CountedSchedule:
         """The same."""
         self.groups.line.advance()
 
-    def before_update(self) -> bool:
+    def before_update(self, changed: Callable[[], bool]) -> bool:
         """See :class:`StepSchedule`."""
         return False
 
@@ -271,6 +279,7 @@ class EverySteps(_CountedSchedule):
         super().__init__(fragments, groups)
         self.due, self.is_due = due, False
         self.every, self.overlap = every // len(fragments), overlap
+        self.assigns = overlap and any(step.exact for steps in fragments for step in steps)
         self.steps_due = 0
         self.fragment = 0
 
@@ -314,12 +323,11 @@ class EverySteps(_CountedSchedule):
         if self.steps_due > self.steps_started == self.steps_done:
             self._start()
 
-    def before_update(self) -> bool:
+    def before_update(self, changed: Callable[[], bool]) -> bool:
         """See :class:`StepSchedule`."""
         if self.steps_started == self.steps_done:
             return False
-        under_way = self.fragments[self.under_way[0].fragment]
-        self._finish(moved=any(step.exact and step.has_moved() for step in under_way))
+        self._finish(moved=not self.assigns or changed())
         return True
 
     def state(self) -> dict[str, Any]:
@@ -423,7 +431,7 @@ class BackgroundSteps(_CountedSchedule):
         self.groups.line.advance()
         return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
 
-    def before_update(self) -> bool:
+    def before_update(self, changed: Callable[[], bool]) -> bool:
         """Applies what has arrived: the sooner, the less have the weights moved away from it. With a bound of
         1 all wait for all, so averages are applied at boundaries only, and a training is reproducible."""
         done = self.steps_done

@@ -129,6 +129,8 @@ class WeightSync(StepHooks):
         self.tracker.step_begins()
         with self.elastic.forgiving(), self.boundaries.explaining():
             self.schedule.begin_step()
+        if self.schedule.assigns:
+            self.looks.step_begins()
 
     def begin(self, param: int | None) -> None:
         """Adds this step's sample weight to the next averaging step."""
@@ -191,7 +193,7 @@ class WeightSync(StepHooks):
         before = self.times.enter(steps.WAIT)
         moved = False
         with self.elastic.forgiving(), self.boundaries.explaining():
-            moved = self.schedule.before_update()
+            moved = self.schedule.before_update(self.looks.changed)
         if moved:
             self.moved_here()
         self.times.enter(before)

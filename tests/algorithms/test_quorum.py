@@ -89,6 +89,7 @@ def _one_is_late(
         time.sleep(0.02)
         step()
         trained += 1
+    assert schedule.made == 0, "its next one is due when that of the others is"
     since = min(schedule.trained)  # of the fragment that was averaged
     return 0.0, trained - since, since
 
@@ -121,7 +122,12 @@ def _late(rank: int, world: int, perturbs: bool | None) -> tuple[float, float, f
     two, *trained = _one_is_late(rank, model, step, EVERY)
     three = module.value()
     with trigram.consensus(model):
-        return two, three, module.value(), *trained
+        mean = module.value()
+    kept = trigram.algorithm_state(model)["carrier"]["rounds"]
+    assert kept.get("each", [kept["trained"]]) == trained[1:], (
+        "what it has trained since counts after a resumption"
+    )
+    return two, three, mean, *trained
 
 
 @pytest.mark.parametrize("transport, perturbs", [("shm", None), ("tcp", False), ("shm", True)])

@@ -250,6 +250,34 @@ def test_killed_peer(loop: Callable[..., Any], world: int, victim: int, n: int, 
             says(result[1], f"rank {victim}")
 
 
+def _gossip(rank: int, world: int) -> str:
+    """What a rank of a training in pairs says when it ends: it is the partner of one other only, which may end first."""
+    model = trigram.with_bagua(torch.nn.Linear(9, 1, bias=False), algorithm="decentralized")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    try:
+        for step in itertools.count():
+            if step == 10:
+                say("in the loop")
+            optimizer.zero_grad()
+            model(torch.ones(2, 9)).sum().backward()
+            optimizer.step()
+    except trigram.PeerLostError as e:
+        return str(e)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_dead_are_named_in_pairs_too(victim: int, transport: str) -> None:
+    """The partner of a dead rank ends its script, and the partner of that one has only heard that it has left."""
+    with Ranks(4, _gossip, transport=transport) as ranks:
+        for r in range(4):
+            ranks.await_said(r, "in the loop")
+        ranks.signal(victim, signal.SIGKILL)
+        results = ranks.results(30, dies=[victim])
+    for text in results[:victim] + results[victim + 1 :]:
+        says(text, f"rank {victim} ")
+
+
 def _late(rank: int, world: int) -> None:
     """op_timeout None: a peer that is alive is awaited. A wait with a timeout ends, the job goes on."""
     trigram.init()

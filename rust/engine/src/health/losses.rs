@@ -120,9 +120,25 @@ impl Failures {
     /// If it cannot: a member is lost, or has aborted a call that this rank has not made yet.
     pub fn check(&self, members: &Members, what: &Signature) -> Result<()> {
         if let Some(rank) = self.first(&members.ranks) {
-            return Err(peer_lost(rank, self.lost.get(&rank), what));
+            return Err(self.error(rank, what));
         }
         self.calls.get(&members.id).map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// The error of a call that needs this lost peer. Of a rank that has left it says, too, who was lost before, because
+    /// it may have left for that reason: of two neighbours of a dead rank only one may be told by its own connection.
+    pub(crate) fn error(&self, rank: u32, signature: &Signature) -> Error {
+        let why = self.lost.get(&rank);
+        let before = self.order.first().filter(|first| self.kinds.get(first) != Some(&LossKind::Left));
+        match (self.kinds.get(&rank), before) {
+            (Some(LossKind::Left), Some(first)) => {
+                let [left, lost] = [rank, *first]
+                    .map(|rank| self.lost.get(&rank).map_or_else(String::new, ToString::to_string));
+                let why = Error::Aborted(format!("{left}; rank {first} was lost before: {lost}"));
+                peer_lost(rank, Some(&why), signature)
+            }
+            _ => peer_lost(rank, why, signature),
+        }
     }
 }
 
@@ -151,5 +167,22 @@ mod tests {
         failures.add(1, why(), LossKind::Dead);
         failures.set_dead(3);
         assert_eq!(failures.losses(), [(3, LossKind::Dead), (1, LossKind::Dead), (5, LossKind::Left)]);
+    }
+
+    #[test]
+    fn who_has_left_after_a_death_does_not_stand_for_the_dead() {
+        let (mut failures, signature) = (Failures::default(), Signature::default());
+        let why = |text: &str| Error::Aborted(text.into());
+        failures.add(1, why("it has left"), LossKind::Left);
+        let told = failures.error(1, &signature).to_string();
+        assert!(told.contains("(it has left)"), "{told}");
+        failures.add(0, why("its process has ended"), LossKind::Dead);
+        let told = failures.error(1, &signature).to_string();
+        assert!(
+            told.contains("rank 1 is gone (it has left; rank 0 was lost before: its process has ended)"),
+            "{told}"
+        );
+        let told = failures.error(0, &signature).to_string();
+        assert!(told.contains("rank 0 is gone (its process has ended)"), "{told}");
     }
 }

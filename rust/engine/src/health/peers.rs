@@ -124,7 +124,7 @@ impl Peers {
 
     /// The error of a call that needs this lost peer.
     pub(crate) fn error(&self, rank: u32, signature: &Signature) -> Error {
-        peer_lost(rank, self.lost.get(&rank), signature)
+        self.counters.failures().error(rank, signature)
     }
 
     /// Records the loss of a peer. Returns why and how it was lost, corrected by what else is known.

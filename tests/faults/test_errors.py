@@ -251,7 +251,7 @@ def test_killed_peer(loop: Callable[..., Any], world: int, victim: int, n: int, 
 
 
 def _gossip(rank: int, world: int) -> str:
-    """What a rank of a training in pairs says when it ends: it is the partner of one other only, which may end first."""
+    """What a rank of a training in pairs says when its partner is gone, whichever it is."""
     model = trigram.with_bagua(torch.nn.Linear(9, 1, bias=False), algorithm="decentralized")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     try:
@@ -268,7 +268,7 @@ def _gossip(rank: int, world: int) -> str:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_dead_are_named_in_pairs_too(victim: int, transport: str) -> None:
-    """The partner of a dead rank ends its script, and the partner of that one has only heard that it has left."""
+    """The partner of a dead rank ends its script; the next one has only heard that this one has left."""
     with Ranks(4, _gossip, transport=transport) as ranks:
         for r in range(4):
             ranks.await_said(r, "in the loop")

@@ -89,8 +89,8 @@ def _one_is_late(
         time.sleep(0.02)
         step()
         trained += 1
-    assert schedule.made == 0, "its next one is due when that of the others is"
-    since = min(schedule.trained)  # of the fragment that was averaged
+    assert schedule.counts.made == 0, "its next one is due when that of the others is"
+    since = min(schedule.counts.trained)  # of the fragment that was averaged
     return 0.0, trained - since, since
 
 

@@ -186,7 +186,7 @@ class Differences(AveragingStep):
             change.add_(self.velocity, alpha=self.outer.momentum)
         self.agreed.add_(change, alpha=self.outer.lr)
 
-    # Without a codec, of some of the ranks: see :class:`trigram.mixing.quorum_average.Rule`.
+    # Without a codec, of some of the ranks: see :class:`trigram.mixing.quorum.average.Rule`.
 
     def contribute(self) -> None:
         """``out`` becomes the difference of this rank's weights to those that it agreed on last."""

@@ -17,7 +17,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.elastic import places, recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.gradients.gradient_sync import GradientSync
-from trigram.mixing.quorum import QuorumSteps
+from trigram.mixing.quorum.steps import QuorumSteps
 from trigram.runtime import job, logs
 from trigram.runtime.group import Group
 from trigram.runtime.weak import copied

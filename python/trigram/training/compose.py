@@ -29,8 +29,8 @@ from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
 from trigram.mixing.outer_gossip import OuterGossip
-from trigram.mixing.quorum import QuorumSteps
-from trigram.mixing.quorum_average import MeanOfWeights, Rule
+from trigram.mixing.quorum.average import MeanOfWeights, Rule
+from trigram.mixing.quorum.steps import QuorumSteps
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.optimizers.optimizer_kinds import check_state_dict, updates_values

@@ -27,7 +27,6 @@ class StepSchedule(Protocol):
     weights.
 
     Attributes:
-        steps_done: Averaging steps that have ended.
         waits: Averaging steps that this rank waited for because of ``staleness``.
         waited: Seconds that this rank waited for averaging steps.
         assigns: Whether a result may be assigned to the weights before an update, in place of the difference
@@ -35,9 +34,12 @@ class StepSchedule(Protocol):
     """
 
     assigns: bool
-    steps_done: int
     waits: int
     waited: float
+
+    @property
+    def steps_done(self) -> int:
+        """Averaging steps that have ended."""
 
     def boundary(self, step: int) -> None:
         """Called at a boundary, after ``step`` training steps in total."""

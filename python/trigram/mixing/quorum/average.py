@@ -20,15 +20,13 @@ from trigram.averaging.exchange import Exchange, Phases, Together
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.coalesced import Part
 from trigram.errors import MisuseError, TimeoutError
+from trigram.mixing.quorum.protocol import BEHIND, IN
 from trigram.mixing.step import AveragingStep
 from trigram.runtime import serving
 from trigram.runtime.serving import Pending
 
 _PART, _MEAN, _AGREEMENT = 6, 7, 8
-"""Tags of messages; :mod:`trigram.mixing.quorum` has those before."""
-
-IN, BEHIND = 1, 2
-"""In a decision, how a rank takes part: having agreed on what the leader has, or on something earlier."""
+"""Tags of messages; :mod:`trigram.mixing.quorum.mail` has those before."""
 
 
 class Rule(Protocol):

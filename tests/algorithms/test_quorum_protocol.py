@@ -225,7 +225,7 @@ class _World:
         return tell
 
     def _hear(self, rank: int) -> None:
-        for (sender, to), channel in self.on_their_way.items():
+        for (sender, to), channel in list(self.on_their_way.items()):
             while to == rank and channel and channel[0][0] <= self.now:
                 message = channel.popleft()[1]
                 decision = self.seats[rank].hear(sender, message)

@@ -2,7 +2,7 @@
 ``AveragingStep``, ``Mean`` and the ``ModelGroups`` that a step communicates in.
 
 What lives here: the base class of a step (``step.py``), means over all ranks (``central.py``), gossip
-(``gossip.py``), asynchronous gossip (``async_gossip.py``), averages of those who are there (``quorum``), the
+(``gossip.py``), asynchronous gossip (``async_gossip``), averages of those who are there (``quorum``), the
 optimizer's state (``optimizer_state.py``).
 Uses: errors, runtime, codecs, algorithms, gpu, collectives, averaging. It does not import
 :mod:`trigram.elastic`.

@@ -18,7 +18,7 @@ from trigram.codecs import lossless
 from trigram.errors import UnsupportedError
 from trigram.gradients.buckets import FIRST_BUCKET
 from trigram.gradients.compressors import NEEDS_FEEDBACK
-from trigram.mixing.async_gossip import TAKES
+from trigram.mixing.async_gossip.timing import TAKES
 from trigram.mixing.rare_averages import most
 from trigram.plan import wire
 from trigram.plan.inputs import CodecCost, Job

@@ -24,7 +24,8 @@ from trigram.gradients import compressors
 from trigram.gradients.gradient_sync import GradientSync
 from trigram.gradients.updating.fused_updates import FusedUpdates
 from trigram.gradients.updating.shown_params import claim, disclaim
-from trigram.mixing.async_gossip import AsyncGossip
+from trigram.mixing.async_gossip.scripted import ScriptedGossip
+from trigram.mixing.async_gossip.steps import AsyncGossip
 from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
@@ -174,7 +175,9 @@ def _schedule(
         codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.block)
         dtype = None if codec is None and len(weights) == 1 else torch.float32
         snapshots = [AveragingStep([p for same in part for p in same], groups, dtype) for part in parts]
-        return AsyncGossip(snapshots, groups, graph, codec, options.staleness, options.script)
+        if options.script is not None:
+            return ScriptedGossip(snapshots, groups, graph, codec, options.script)
+        return AsyncGossip(snapshots, groups, graph, codec, options.staleness)
     if options.quorum is not None:
         assert algorithm.every is not None
         outer = Outer(options.outer_lr, options.outer_momentum)

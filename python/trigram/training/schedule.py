@@ -27,19 +27,23 @@ class StepSchedule(Protocol):
     weights.
 
     Attributes:
-        waits: Averaging steps that this rank waited for because of ``staleness``.
-        waited: Seconds that this rank waited for averaging steps.
         assigns: Whether a result may be assigned to the weights before an update, in place of the difference
             that is added to weights that have changed.
     """
 
     assigns: bool
-    waits: int
-    waited: float
 
     @property
     def steps_done(self) -> int:
         """Averaging steps that have ended."""
+
+    @property
+    def waits(self) -> int:
+        """Averaging steps that this rank waited for because of ``staleness``."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank waited for averaging steps."""
 
     def boundary(self, step: int) -> None:
         """Called at a boundary, after ``step`` training steps in total."""

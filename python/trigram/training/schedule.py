@@ -34,6 +34,10 @@ class StepSchedule(Protocol):
     assigns: bool
 
     @property
+    def fragments(self) -> Sequence[Any]:
+        """The fragments of the weights, and what is averaged of each."""
+
+    @property
     def steps_done(self) -> int:
         """Averaging steps that have ended."""
 

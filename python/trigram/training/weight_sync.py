@@ -369,7 +369,7 @@ class WeightSync(StepHooks):
         """The number of steps, and the state of the schedule."""
         state = {**super().state(), "seen": self.tracker.last, "rounds": self.schedule.state()}
         # A state without the word is of a version that divided no parameter; its fragments may be others.
-        divided = self.pieces and len(getattr(self.schedule, "fragments", ())) > 1
+        divided = self.pieces and len(self.schedule.fragments) > 1
         return {**state, "pieces": True} if divided else state
 
     @torch.no_grad()

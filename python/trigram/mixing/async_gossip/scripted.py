@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ class ScriptedGossip:
         self.step = 0
 
     @property
+    def fragments(self) -> Sequence[Any]:
+        """See :class:`trigram.training.schedule.StepSchedule`."""
+        return self.transfers.fragments
+
+    @property
     def steps_done(self) -> int:
         """See :class:`trigram.training.schedule.StepSchedule`."""
         return self.transfers.steps_done
@@ -65,7 +71,7 @@ class ScriptedGossip:
     def _start(self) -> None:
         matching, self.started = self.started, self.started + 1
         for j in self.graph.neighbours(self.groups.rank, matching)[0]:
-            self.transfers.start(Agreed(j, matching % len(self.transfers.fragments), 1))
+            self.transfers.start(Agreed(j, matching % len(self.fragments), 1))
 
     def _end(self) -> None:
         if self.transfers.partner is not None:
@@ -117,8 +123,9 @@ class ScriptedGossip:
         return self.transfers.sent
 
     def state(self) -> dict[str, Any]:
-        """The number of steps and matchings, and the references."""
-        return {**self.transfers.state(), "drawn": self.started}
+        """The number of steps and matchings, and the references; and what the schedule with offers keeps, for
+        a state has the same parts with a script and without."""
+        return {**self.transfers.state(), "drawn": self.started, "random": random.Random(0).getstate()}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""

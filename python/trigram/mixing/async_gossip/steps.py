@@ -52,6 +52,11 @@ class AsyncGossip:
         self.polled_at = 0.0
 
     @property
+    def fragments(self) -> Sequence[Any]:
+        """See :class:`trigram.training.schedule.StepSchedule`."""
+        return self.transfers.fragments
+
+    @property
     def steps_done(self) -> int:
         """See :class:`trigram.training.schedule.StepSchedule`."""
         return self.transfers.steps_done
@@ -122,7 +127,7 @@ class AsyncGossip:
 
     def _offer(self) -> None:
         """Offers an averaging step of the fragments that have waited longest."""
-        window, fragments = self.timing.window, len(self.transfers.fragments)
+        window, fragments = self.timing.window, len(self.fragments)
         if self.staleness is not None:  # all of them within the bound
             window = max(window, -(-fragments // self.staleness))
         self.offers.offer(self.timing.step, time.perf_counter(), self.transfers.oldest(), window)

@@ -504,6 +504,54 @@ def test_late_ranks_meet_in_collectives_of_the_script(quorum: int, overlap: bool
     assert min(run(3, _meets_in_collectives, quorum, overlap, timeout=60)) >= 1
 
 
+def _consensus_of_another(rank: int, world: int) -> None:
+    """The leader waits in the consensus of another model, and rank 1 for its decision."""
+    trigram.init(op_timeout=10)
+    other = trigram.with_bagua(torch.nn.Linear(2, 2), "decentralized")
+    _, model, step = walk(rank, world)
+    for _ in range(EVERY - 1 if rank == 0 else EVERY):
+        step()
+    with trigram.consensus(other):
+        pass
+    for _ in range(EVERY):
+        step()
+    with trigram.consensus(model):
+        pass
+
+
+def test_a_leader_in_the_consensus_of_another_model_lets_the_others_go_on() -> None:
+    run(2, _consensus_of_another, timeout=60)
+
+
+def _collective_while_an_average_is_under_way(rank: int, world: int) -> None:
+    """Ranks 0 and 2 average, and wait in a collective of the script before they apply it; rank 1 is late, and
+    waits for the next decision before it comes to that."""
+    trigram.init(op_timeout=10)
+    module = Walk()
+    model = trigram.with_bagua(module, f"central/full/every:{EVERY}", quorum=2, grace=0.0, overlap=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(calls: bool = False) -> None:
+        optimizer.zero_grad()
+        model().backward()
+        if calls:
+            trigram.all_reduce(torch.ones(1))
+        optimizer.step()
+
+    if rank == 1:
+        await_flag("decided", 30)
+    for _ in range(2 * EVERY if rank == 1 else EVERY):
+        step()
+    flag("decided")
+    step(calls=True)
+    with trigram.consensus(model):
+        pass
+
+
+def test_a_leader_in_a_collective_lets_the_others_go_on_while_an_average_is_under_way() -> None:
+    run(3, _collective_while_an_average_is_under_way, timeout=60)
+
+
 def _stuck_as_a_member(rank: int, world: int) -> str:
     """Rank 2 is late, has said that it is there, and then does nothing."""
     trigram.init(op_timeout=2.0)

@@ -64,6 +64,7 @@ class QuorumSteps:
         )
         self.decided: Decision | None = None  # of an averaging step that is about to begin
         self.under_way: tuple[Decision, spans.Span | None] | None = None
+        self.awaits = False  # this rank waits for it
         self.in_step = False  # a training step has begun, and its boundary is not made
         self.waits = 0
         self.waited = self.looked = 0.0
@@ -180,13 +181,14 @@ class QuorumSteps:
             return False
         decision, span = self.under_way
         weights = self.fragments[decision.fragment]
-        since = time.perf_counter()
+        since, self.awaits = time.perf_counter(), True
         try:
             self.average.wait()
         except BaseException:
             self.groups.line.remove(self.average)
             raise
         finally:
+            self.awaits = False
             self.under_way = None  # also if it fails: what all members refuse ends no training
             self.mail.serve_again(self.seat.waited_for_by)  # they were not answered meanwhile
         self.waited += time.perf_counter() - since
@@ -230,9 +232,17 @@ class QuorumSteps:
         """Begins what the leader has decided; and keeps others from waiting for this rank, see
         :mod:`trigram.mixing.quorum.protocol`."""
         self._hear(rests)
-        if self.seat.waits or self.seat.has_left or self.under_way is not None:
+        self._answer(rests)
+
+    def _answer(self, rests: Callable[[], bool]) -> None:
+        """Keeps others from waiting for this rank, which waits elsewhere."""
+        if self.seat.waits or self.seat.has_left or self.awaits:
             return  # it waits in an averaging step itself
-        self.seat.serve(self.counts.agreed, lambda: self.decided is None and rests())
+
+        def may_come() -> bool:  # not before what is under way is in its weights
+            return self.decided is None and self.under_way is None and rests()
+
+        self.seat.serve(self.counts.agreed, may_come)
 
     def _hear(self, rests: Callable[[], bool]) -> None:
         """Handles messages within a step. A snapshot of weights that are this rank's own changes none; there
@@ -251,7 +261,9 @@ class QuorumSteps:
         """Takes part in the average of others while this rank waits elsewhere; True if it did."""
         ended = self._settle(moved=True)
         self._listen()
-        return self._settle(moved=False) or ended
+        ended |= self._settle(moved=False)
+        self._answer(lambda: True)
+        return ended
 
     def finish_pending(self) -> bool:
         """Says that this rank makes no more averaging steps; True once no decision may take it in."""

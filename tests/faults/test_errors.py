@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import trigram
+from tests.support import patience
 from tests.support.cases import Cases
 from tests.support.checks import equal, raises, says
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say, until
@@ -276,6 +277,41 @@ def test_the_dead_are_named_in_pairs_too(victim: int, transport: str) -> None:
         results = ranks.results(30, dies=[victim])
     for text in results[:victim] + results[victim + 1 :]:
         says(text, f"rank {victim} ")
+
+
+def _crossed_messages(rank: int, world: int) -> None:
+    """Two ranks that receive from each other, or send much, or wait in a message and a collective."""
+    trigram.init(op_timeout=60)
+    few, many = torch.zeros(5), torch.ones(5_000_000)
+
+    def crossed(call: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        says(raises(trigram.MismatchError, call), "each waits for the other", "rank 0", "rank 1")
+        assert time.monotonic() - began < patience.seconds(15)
+
+    crossed(lambda: trigram.recv(few, 1 - rank))
+    crossed(lambda: trigram.send(many, 1 - rank, tag=3))
+    # Who is late only is waited for, and what has been sent comes.
+    for late in (0, 1):
+        if rank == late:
+            time.sleep(2.5)
+            trigram.send(few, 1 - rank, tag=9)
+        else:
+            trigram.recv(few, 1 - rank, tag=9)
+        trigram.barrier()
+    work = trigram.send(torch.full((5,), rank + 1.0), 1 - rank, tag=10, async_op=True)
+    if rank == 1:
+        time.sleep(2.5)
+    trigram.barrier()
+    trigram.recv(few, 1 - rank, tag=10)
+    assert work is not None
+    work.wait()
+    equal(few, torch.full((5,), 2.0 - rank))
+    crossed(trigram.barrier if rank == 0 else lambda: trigram.recv(few, 0, tag=7))
+
+
+def test_two_ranks_that_wait_for_messages_of_each_other_are_told(transport: str) -> None:
+    run(2, _crossed_messages, transport=transport, timeout=90)
 
 
 def _late(rank: int, world: int) -> None:

@@ -16,6 +16,7 @@ import trigram
 from tests.support import patience
 from tests.support.cases import Cases
 from tests.support.checks import close, fingerprint, raises, same_on_all_ranks, says
+from tests.support.harness import run
 from tests.support.twin_training import Pair, mlp, sgd, square, x
 from trigram.model.wrapped import wrapped_models
 
@@ -304,3 +305,30 @@ def copies(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_fault_or_copy(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)
+
+
+def _stops_early(rank: int, world: int, algorithm: str) -> str:
+    model = trigram.with_bagua(mlp(), algorithm)
+    optimizer = sgd(model)
+    began = time.monotonic()
+    try:
+        for step in range(3 if rank == 1 else 8):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            optimizer.step()
+        trigram.consensus_state_dict(model)
+    except (trigram.MismatchError, trigram.PeerLostError) as e:
+        assert time.monotonic() - began < patience.seconds(20)
+        return str(e)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("algorithm", ["decentralized", "push_sum", "low_precision_decentralized"])
+def test_one_rank_stops_early_in_gossip(world: int, algorithm: str) -> None:
+    """It waits in a collective, and a neighbour for its message. Who waits for one of these hears of their
+    error, or that they have ended."""
+    said = run(world, _stops_early, algorithm, timeout=90)
+    says(said[1], "each waits for the other", "rank 1 ")
+    assert all("each waits for the other" in text or "is gone" in text for text in said), said
+    assert world > 2 or said[0].count("each waits for the other") == 1

@@ -99,7 +99,9 @@ class Boundaries:
             yield
         except MismatchError as e:
             raise MismatchError(
-                f"{self.sync.groups.name}: the ranks average different weights after this training step; if "
-                "parameters were frozen, replaced, added or loaded on some ranks only, or a function given "
-                f"as every= says something else there, do the same on all ranks ({e})"
+                f"{self.sync.groups.name}: the ranks average different weights after this training step. "
+                "Either parameters were frozen, replaced, added or loaded on some ranks only, or a function "
+                "given as every= says something else there, or some ranks have made more training steps than "
+                "others, left the loop, or called models in another order; do the same on all ranks, or use "
+                f"trigram.join where ranks have different numbers of batches ({e})"
             ) from e

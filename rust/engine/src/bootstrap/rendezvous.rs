@@ -77,7 +77,7 @@ struct EndpointRecord {
     tuning: Vec<Tuned>,
 }
 
-const VERSION: u32 = 13;
+const VERSION: u32 = 14;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {

@@ -365,7 +365,8 @@ impl Calls {
             _ if aborted_at(group, frame.call).is_some() => true,
             None => frame.call.0 < group.next,
             Some((tag, _)) => {
-                let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
+                let tells_direction = matches!(frame.kind, Kind::Fail | Kind::Stuck);
+                let sends = frame.kind == Kind::Ready || tells_direction && frame.tag == 0;
                 group.messages.get(&(peer, tag, sends)).is_some_and(|&next| frame.call.is_before(next))
             }
         }

@@ -511,9 +511,25 @@ impl Progress {
         self.lose(event);
     }
 
+    /// Why a peer is lost, with the loss of another that it has told of: it may have ended because of that one, whose
+    /// connection to this rank may close later.
+    fn with_what_it_told(&self, rank: u32, why: Error, kind: LossKind) -> Error {
+        let has_told = |(_, reporter, told): &&(Duration, u32, LossEvent)| {
+            *reporter == rank && !self.peers.is_lost(told.rank)
+        };
+        match self.hearsay.iter().find(has_told) {
+            Some((_, _, told)) if matches!(kind, LossKind::Left | LossKind::Dead) => Error::Aborted(format!(
+                "{why}; it has told that rank {} was lost before: {}",
+                told.rank, told.why
+            )),
+            _ => why,
+        }
+    }
+
     /// A peer is lost.
     fn lose(&mut self, event: LossEvent) {
         let LossEvent { rank, why, kind, reported_by } = event;
+        let why = self.with_what_it_told(rank, why, kind);
         // Its connection is gone from here on, and calls under way have not counted yet what they sent.
         if let (Some(counter), Some(tx)) = (self.counters.sent.get(rank as usize), self.out.to(rank)) {
             counter.store(tx.bytes, Ordering::Relaxed);

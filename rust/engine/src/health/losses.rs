@@ -1,11 +1,15 @@
 //! How peers get lost, and the record of failures that any thread may read.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
 
 use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
 use crate::group::members::Members;
+
+/// A rank that ends so long after another was lost may have done so for that reason.
+const SOON: Duration = Duration::from_secs(10);
 
 /// How a peer was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +44,8 @@ pub struct Failures {
     lost: BTreeMap<u32, Error>,
     /// And how.
     kinds: BTreeMap<u32, LossKind>,
+    /// When this rank has noticed it.
+    times: BTreeMap<u32, Instant>,
     /// In which order. Ranks that left come last: they left because of the others.
     order: Vec<u32>,
     /// By group, the last failure of a call that this rank has not made yet.
@@ -83,6 +89,7 @@ impl Failures {
     pub(crate) fn add(&mut self, rank: u32, why: Error, kind: LossKind) {
         self.lost.insert(rank, why);
         self.kinds.insert(rank, kind);
+        self.times.insert(rank, Instant::now());
         let is_later = |r: &u32| kind != LossKind::Left && self.kinds.get(r) == Some(&LossKind::Left);
         let at = self.order.iter().take_while(|r| !is_later(r)).count();
         self.order.insert(at, rank);
@@ -125,20 +132,27 @@ impl Failures {
         self.calls.get(&members.id).map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// The error of a call that needs this lost peer. Of a rank that has left it says, too, who was lost before, because
-    /// it may have left for that reason: of two neighbours of a dead rank only one may be told by its own connection.
+    /// The error of a call that needs this lost peer. If another was lost shortly before, it says so: the peer may have
+    /// ended for that reason, and of the neighbours of a dead rank only some see its death in their own calls.
     pub(crate) fn error(&self, rank: u32, signature: &Signature) -> Error {
         let why = self.lost.get(&rank);
-        let before = self.order.first().filter(|first| self.kinds.get(first) != Some(&LossKind::Left));
-        match (self.kinds.get(&rank), before) {
-            (Some(LossKind::Left), Some(first)) => {
-                let [left, lost] = [rank, *first]
-                    .map(|rank| self.lost.get(&rank).map_or_else(String::new, ToString::to_string));
-                let why = Error::Aborted(format!("{left}; rank {first} was lost before: {lost}"));
-                peer_lost(rank, Some(&why), signature)
-            }
-            _ => peer_lost(rank, why, signature),
-        }
+        let Some((first, before)) = self.lost_before(rank) else { return peer_lost(rank, why, signature) };
+        let why = why.map_or_else(String::new, ToString::to_string);
+        let why = Error::Aborted(format!("{why}; rank {first} was lost before: {before}"));
+        peer_lost(rank, Some(&why), signature)
+    }
+
+    /// Who was lost first of those that were so shortly before this one, and why.
+    fn lost_before(&self, rank: u32) -> Option<(u32, &Error)> {
+        let when = *self.times.get(&rank)?;
+        let is_cause = |other: &u32| {
+            let before = self.times.get(other).and_then(|&at| when.checked_duration_since(at));
+            *other != rank
+                && self.kinds.get(other) != Some(&LossKind::Left)
+                && before.is_some_and(|before| before < SOON)
+        };
+        let first = self.order.iter().copied().find(is_cause)?;
+        self.lost.get(&first).map(|why| (first, why))
     }
 }
 
@@ -170,19 +184,25 @@ mod tests {
     }
 
     #[test]
-    fn who_has_left_after_a_death_does_not_stand_for_the_dead() {
+    fn who_ends_after_a_death_does_not_stand_for_the_dead() {
         let (mut failures, signature) = (Failures::default(), Signature::default());
         let why = |text: &str| Error::Aborted(text.into());
+        let told = |failures: &Failures, rank| failures.error(rank, &signature).to_string();
         failures.add(1, why("it has left"), LossKind::Left);
-        let told = failures.error(1, &signature).to_string();
-        assert!(told.contains("(it has left)"), "{told}");
         failures.add(0, why("its process has ended"), LossKind::Dead);
-        let told = failures.error(1, &signature).to_string();
+        assert!(told(&failures, 1).contains("(it has left)"), "{}", told(&failures, 1));
+        for (rank, kind) in [(2, LossKind::Left), (3, LossKind::Dead)] {
+            failures.add(rank, why("it has gone"), kind);
+            let text = told(&failures, rank);
+            let expected = "is gone (it has gone; rank 0 was lost before: its process has ended)";
+            assert!(text.contains(expected), "{text}");
+        }
         assert!(
-            told.contains("rank 1 is gone (it has left; rank 0 was lost before: its process has ended)"),
-            "{told}"
+            told(&failures, 0).contains("rank 0 is gone (its process has ended)"),
+            "{}",
+            told(&failures, 0)
         );
-        let told = failures.error(0, &signature).to_string();
-        assert!(told.contains("rank 0 is gone (its process has ended)"), "{told}");
+        failures.times.entry(0).and_modify(|at| *at -= 2 * SOON);
+        assert!(told(&failures, 2).contains("(it has gone)"), "{}", told(&failures, 2));
     }
 }

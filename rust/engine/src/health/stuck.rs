@@ -21,6 +21,8 @@ struct Payload {
 pub(crate) struct Lack {
     pub(crate) group: u64,
     pub(crate) call: u64,
+    /// Of a message: the direction, as in its frames.
+    pub(crate) tag: u32,
     /// The members of the group of the call in which the sender waits: all are to hear that it has failed.
     pub(crate) ranks: Vec<u32>,
 }

@@ -146,6 +146,18 @@ def two_momenta(rank: int, world: int) -> None:
 
 
 @CASES
+def several_optimizers(rank: int, world: int) -> None:
+    module = net()
+    several = [torch.optim.SGD([p], lr=0.1) for p in module.parameters()]
+    for algorithm in ("gradient_allreduce", "local_sgd", "async"):
+        says(
+            raises(trigram.MisuseError, trigram.with_bagua, module, algorithm, optimizer=several),
+            "optimizer=",
+            "list",
+        )
+
+
+@CASES
 def qadam_without_its_optimizer(rank: int, world: int) -> None:
     for optimizer in (None, lambda m: torch.optim.Adam(m.parameters())):
         module = net()

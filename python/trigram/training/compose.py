@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -116,6 +116,11 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
 
 def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
     """Raises if the optimizer or the model does not fit the algorithm; sends nothing."""
+    if isinstance(optimizer, Sequence | Mapping | Set):
+        raise MisuseError(
+            f"{algorithm.name}: optimizer= takes one optimizer, not a {type(optimizer).__name__}; with "
+            "several, pass none, or the one whose state is to be averaged or divided"
+        )
     options = algorithm.options
     takes_real = {
         "state='sharded'": options.sharded,

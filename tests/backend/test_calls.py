@@ -407,6 +407,31 @@ def futures_tell_errors(rank: int, world: int) -> None:
     assert torch.futures.collect_all([future]).wait()[0] is future or future.done()
 
 
+@CASES.over(False, True)
+def a_barrier_comes_after_collectives(rank: int, world: int, is_async: bool) -> None:
+    """Those started before it, whose handles nobody keeps; it does not await a message that may come later."""
+    world_group()
+    late = torch.zeros(3)
+    coming = dist.irecv(late, (rank - 1) % world, tag=5)
+    for _ in range(5):
+        tensors = [torch.full((1000,), float(rank)) for _ in range(50)]
+        gathered = torch.empty(world, 3).t()  # which is copied to when it has come
+        parts = [gathered[:, k] for k in range(world)]
+        for t in tensors:
+            dist.all_reduce(t, async_op=True)
+        dist.all_gather(parts, torch.full((3,), float(rank)), async_op=True)
+        work = dist.barrier(async_op=is_async)
+        if work is not None:
+            work.wait()
+        for t in tensors:
+            equal(t, torch.full((1000,), world * (world - 1) / 2))
+        equal(gathered[0], torch.arange(float(world)))
+    dist.send(torch.ones(3), (rank + 1) % world, tag=5)
+    assert coming is not None
+    coming.wait()
+    equal(late, torch.ones(3))
+
+
 @CASES
 def arguments_are_checked(rank: int, world: int) -> None:
     group: Any = world_group()

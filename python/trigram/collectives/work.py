@@ -62,6 +62,11 @@ release = _held.works.discard
 """Ends :func:`hold`: the call has finished."""
 
 
+def held() -> set[InFlight]:
+    """The calls that :func:`hold` keeps; some may have finished."""
+    return _held.works.copy()
+
+
 @job.told
 class _DropsFinished(Part):
     """At the end of a job: the engine that drops resources on GPUs still runs."""

@@ -10,9 +10,10 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from trigram.backend.calls.arguments import is_async, options
-from trigram.backend.calls.point_to_point import PointToPoint
+from trigram.backend.calls.point_to_point import MESSAGES, PointToPoint
 from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
+from trigram.collectives import work as in_flight
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime import engine_codes
 
@@ -27,9 +28,21 @@ class Barriers(PointToPoint):
     _awaited: dict[int, Work]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """Waits until every rank has called it."""
+        """Waits until every rank has called it, and until the collectives that this rank has started in the
+        group before have ended: as with gloo, their results are there after a barrier."""
         opts = options(c10d.BarrierOptions, opts, timeout)
-        return self._start("barrier", _BARRIER, None, None, is_async(opts), seconds(opts.timeout))
+        earlier = [
+            work
+            for work in in_flight.held()
+            if isinstance(work, Work) and work._callbacks is self._callbacks and work._what not in MESSAGES
+        ]
+
+        def end_earlier() -> None:
+            for work in earlier:
+                work.wait()
+
+        finish = end_earlier if earlier else None
+        return self._start("barrier", _BARRIER, None, None, is_async(opts), seconds(opts.timeout), finish)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that tells on rank 0 which ranks have not come.

@@ -20,6 +20,8 @@ from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
 
 _REAL = {dtype: code for dtype, code in engine_codes.DTYPES.items() if not dtype.is_complex}
+MESSAGES = ("send", "recv", "recvAnySource")
+"""The names of messages between two ranks, as their handles have them."""
 
 
 class PointToPoint(Starting):

@@ -26,11 +26,13 @@ pub(crate) struct WaitWindow {
     before: Vec<u64>,
     /// By rank, how often other processes had had its core; 0 for ranks of other hosts, which do not tell.
     lost_cores: Vec<u64>,
+    /// Calls that had ended.
+    calls: u64,
 }
 
 impl Default for WaitWindow {
     fn default() -> Self {
-        Self { began: Instant::now(), before: Vec::new(), lost_cores: Vec::new() }
+        Self { began: Instant::now(), before: Vec::new(), lost_cores: Vec::new(), calls: 0 }
     }
 }
 
@@ -62,7 +64,10 @@ impl WaitWindow {
             (0..world.size() as u32).map(|rank| world.control(rank).map_or(0, ControlSegment::lost_cores));
         let before = std::mem::replace(&mut self.lost_cores, lost_cores.collect());
         let (me, window) = (world.rank, WINDOW);
-        if let Some((rank, seconds)) = self.close(waited) {
+        let calls = counters.calls.load(Ordering::Relaxed);
+        // Where none has ended, one call lasts: nobody is slow, and the line that tells of that call names the ranks.
+        let some_ended = std::mem::replace(&mut self.calls, calls) != calls;
+        if let Some((rank, seconds)) = self.close(waited).filter(|_| some_ended) {
             let is_busy = |rank: usize| is_busy(&before, &self.lost_cores, rank);
             counters.log.push(match is_busy(me as usize) || is_busy(rank) {
                 true => LogLine::BusyCores { me, seconds, window },
@@ -96,6 +101,7 @@ mod tests {
             began: Instant::now() - Duration::from_secs(10),
             before: vec![1_000_000_000; 3],
             lost_cores: vec![],
+            calls: 0,
         };
         let (rank, seconds) = window.close(vec![1_000_000_000, 6_000_000_000, 2_000_000_000]).unwrap();
         assert_eq!((rank, seconds.round() as u64), (1, 5));

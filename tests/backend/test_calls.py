@@ -409,7 +409,7 @@ def futures_tell_errors(rank: int, world: int) -> None:
 
 @CASES.over(False, True)
 def a_barrier_comes_after_collectives(rank: int, world: int, is_async: bool) -> None:
-    """Those started before it, whose handles nobody keeps; it does not await a message that may come later."""
+    """Those started before it, whose handles nobody keeps; it awaits no message that may come later."""
     world_group()
     late = torch.zeros(3)
     coming = dist.irecv(late, (rank - 1) % world, tag=5)

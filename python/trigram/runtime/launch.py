@@ -29,6 +29,8 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0
 # Ranks that are ended have this long after the signal, as for saving a checkpoint; then they are killed.
 END_SECONDS = 10.0
+# After so long with ranks that still run, a line says what is waited for.
+_SAYS_SO = 1.0
 # A rank that was started again has this long after the others, which may have finished before it joined.
 LATE_SECONDS = 20.0
 TIMED_OUT = 124
@@ -281,7 +283,13 @@ def end(
     """
     try:
         if interrupted:
-            wait(processes, END_SECONDS, signals)
+            wait(processes, _SAYS_SO, signals)
+            if any(process.poll() is None for process in processes):
+                sys.stderr.write(
+                    f"trigram: the ranks have {END_SECONDS:g} s to end after SIGINT; SIGTERM follows, which "
+                    "reaches them also if that was sent to this process alone\n"
+                )
+            wait(processes, END_SECONDS - _SAYS_SO, signals)
         _stop(processes, signal.SIGTERM)
         wait(processes, END_SECONDS, signals)
     finally:

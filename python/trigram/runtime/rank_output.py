@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import select
 import sys
 import termios
 import threading
@@ -25,6 +26,8 @@ _READ = 1 << 16
 """Bytes that are read at a time; a longer line is passed on in parts."""
 _END_SECONDS = 1.0
 """How long to wait for the last lines: a process that a rank has started may hold its pipe open."""
+_PART_MILLISECONDS = 20
+"""How long the rest of a line may take on a terminal."""
 _REMEMBERED = 1 << 16
 """Bytes of a rank's output that are remembered."""
 _LINES = 20
@@ -121,7 +124,8 @@ class RankOutput:
         return write
 
     def _pass_on(self, read: int, target: int, rank: int, begin: bytes, terminal: bool) -> None:
-        rest = b""
+        rest, more = b"", select.poll()
+        more.register(read, select.POLLIN)
         with suppress(OSError), open(read, "rb", buffering=0) as source:  # closed: the rank is told so too
             while True:
                 try:
@@ -130,7 +134,10 @@ class RankOutput:
                     chunk = b""
                 text = rest + (chunk or b"")
                 end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1  # \r: a progress bar
-                end = len(text) if terminal or not chunk or len(text) > _READ > end == 0 else end
+                # On a terminal part of a line is shown too (a question), unless the rest follows at once:
+                # lines of other ranks would come in between.
+                stays = terminal and end < len(text) and not more.poll(_PART_MILLISECONDS)
+                end = len(text) if stays or not chunk or len(text) > _READ > end == 0 else end
                 rest = text[end:]
                 self._keep(target, rank, text[:end])
                 self._write(target, rank, _begun(text[:end], begin))

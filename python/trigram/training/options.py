@@ -71,7 +71,7 @@ class Options:
                 f"{rule.parameter:g} smallest values, so it needs at least {rule.least()} ranks; there are "
                 f"{size}"
             )
-        if not elastic and (quorum := algorithm.options.quorum or 1) > max(size, 1):
+        if not elastic and 1 < size < (quorum := algorithm.options.quorum or 1):
             raise UnsupportedError(f"{algorithm.name}: quorum={quorum} needs as many ranks; there are {size}")
         if self.check_replicas < 0:
             raise MisuseError(

@@ -483,6 +483,19 @@ def test_quorum(in_launch: Callable[..., None], world: int, transport: str, case
     in_launch("CASES", case, world, transport=transport)
 
 
+def _on_one_rank(rank: int, world: int) -> None:
+    module, model, step = walk(rank, 3)
+    for _ in range(EVERY):
+        step()
+    assert abs(module.value() + EVERY * 0.125) < 1e-6
+    trigram.unwrap(model)
+
+
+def test_on_one_rank_it_is_plain_training() -> None:
+    """As every algorithm is, so a checkpoint of several can be looked at."""
+    run(1, _on_one_rank)
+
+
 def _meets_in_collectives(rank: int, world: int, quorum: int, overlap: bool) -> int:
     """Ranks of different speed, whose averaging steps are due at different steps, meet in calls."""
     trigram.init(op_timeout=20)

@@ -55,10 +55,12 @@ def test_who_was_there_before_is_not_met(kind: str, tmp_path: Path) -> None:
 def test_a_rank_that_begins_again_is_met_again(kind: str, tmp_path: Path) -> None:
     """Before the others have come, and after all have met: those who wait for it follow."""
     store = STORES[kind](tmp_path)
+    have_met = threading.Barrier(3)  # who has not would meet the rank that begins again at once
 
     def wait(rank: int) -> list[bytes]:
         gather = _begin(store, rank, 3)
         gather.all_gather(b"in vain")
+        have_met.wait(30)
         with pytest.raises(AgainError):
             gather("handshake", b"yes")
         gather.begin()
@@ -70,6 +72,7 @@ def test_a_rank_that_begins_again_is_met_again(kind: str, tmp_path: Path) -> Non
         with pytest.raises(trigram.TimeoutError):
             _begin(dist.PrefixStore("elsewhere", store), 1, 3, 0.1).all_gather(b"of another job")
         _begin(store, 1, 3).all_gather(b"dies here")
+        have_met.wait(30)
         gather = _begin(store, 1, 3)
         gather.all_gather(b"1")
         assert gather("handshake", b"1") == [b"0", b"1", b"2"]

@@ -519,7 +519,7 @@ impl Progress {
         };
         match self.hearsay.iter().find(has_told) {
             Some((_, _, told)) if matches!(kind, LossKind::Left | LossKind::Dead) => Error::Aborted(format!(
-                "{why}; it has told that rank {} was lost before: {}",
+                "{why}; it reported that rank {} was lost before: {}",
                 told.rank, told.why
             )),
             _ => why,

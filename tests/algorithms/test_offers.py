@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.channels import Channels
 from trigram.mixing.async_gossip.offers import Agreed, Kind, Message, Offers
 from trigram.mixing.async_gossip.timing import Timing
 
@@ -122,28 +122,19 @@ class _World:
         self.size, self.now = self.random.randint(2, 6), 0.0
         self.staleness = self.random.choice([None, 1, 3])
         self.pace = [self.random.choice([0.01, 0.011, 0.05, 0.3]) for _ in range(self.size)]
-        self.on_their_way: dict[tuple[int, int], deque[tuple[float, Message]]] = {}
+        self.channels = Channels[Message](self.random, lambda: self.now)
         ring = self.size > 3 and self.random.random() < 0.5
         self.ranks = []
         for rank in range(self.size):
             near = {(rank + 1) % self.size, (rank - 1) % self.size}
             neighbours = sorted(near if ring else set(range(self.size)) - {rank})
-            self.ranks.append(Offers(rank, neighbours, self._tell(rank), seed=seed + rank))
+            self.ranks.append(Offers(rank, neighbours, self.channels.of(rank), seed=seed + rank))
         self.begun: dict[tuple[int, int], int] = {}  # by rank and partner, averaging steps
         self.averages = [0] * self.size
 
-    def _tell(self, sender: int) -> Callable[[int, Message], None]:
-        def tell(j: int, message: Message) -> None:
-            channel = self.on_their_way.setdefault((sender, j), deque())
-            arrives = self.now + self.random.choice([0.0, 0.001, 0.1])
-            channel.append((max([arrives, *(at for at, _ in channel)]), message))
-
-        return tell
-
     def _listen(self, rank: int) -> None:
-        for (sender, to), channel in list(self.on_their_way.items()):
-            while to == rank and channel and channel[0][0] <= self.now:
-                self.ranks[rank].hear(sender, channel.popleft()[1], window=1)
+        for sender, message in self.channels.take(rank):
+            self.ranks[rank].hear(sender, message, window=1)
 
     def _progress(self, rank: int, step: int | None) -> None:
         """As a rank does without waiting; offers at a boundary, ``step``."""

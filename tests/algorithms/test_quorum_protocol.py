@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.channels import Channels
 from trigram.mixing.quorum.protocol import (
     BEHIND,
     IN,
@@ -201,13 +201,13 @@ class _World:
         self.random = random.Random(seed)
         self.size = self.random.randint(2, 5)
         self.now = 0.0
-        self.on_their_way: dict[tuple[int, int], deque[tuple[float, Message]]] = {}
+        self.channels = Channels[Message](self.random, lambda: self.now)
         quorum, grace = self.random.randint(1, self.size), self.random.choice([0.0, 0.01, 1.0, None])
-        leader = Leader(self.size, quorum, grace, self._tell(0), self.now)
+        leader = Leader(self.size, quorum, grace, self.channels.of(0), self.now)
         self.quorum = quorum
         self.seats: list[Seat] = [
             leader,
-            *(Follower(r, self.size, self._tell(r)) for r in range(1, self.size)),
+            *(Follower(r, self.size, self.channels.of(r)) for r in range(1, self.size)),
         ]
         self.begun: dict[int, set[int]] = {}  # by averaging step, who has begun it
         self.agreed, self.made, self.in_step = [0] * self.size, [0] * self.size, [False] * self.size
@@ -216,21 +216,11 @@ class _World:
         self.ended = [False] * self.size
         self.pace = [self.random.choice([0.01, 0.02, 0.05, 0.5]) for _ in range(self.size)]
 
-    def _tell(self, sender: int) -> Callable[[int, Message], None]:
-        def tell(j: int, message: Message) -> None:
-            channel = self.on_their_way.setdefault((sender, j), deque())
-            arrives = self.now + self.random.choice([0.0, 0.001, 0.1])
-            channel.append((max([arrives, *(at for at, _ in channel)]), message))
-
-        return tell
-
     def _hear(self, rank: int) -> None:
-        for (sender, to), channel in list(self.on_their_way.items()):
-            while to == rank and channel and channel[0][0] <= self.now:
-                message = channel.popleft()[1]
-                decision = self.seats[rank].hear(sender, message)
-                if decision is not None and decision.how[rank] != OUT:
-                    self._take(rank, decision)
+        for sender, message in self.channels.take(rank):
+            decision = self.seats[rank].hear(sender, message)
+            if decision is not None and decision.how[rank] != OUT:
+                self._take(rank, decision)
 
     def _take(self, rank: int, decision: Decision) -> None:
         assert self.due[rank] is None, "a decision takes a rank in that is in one"

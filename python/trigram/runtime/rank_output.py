@@ -136,8 +136,8 @@ class RankOutput:
                 end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1  # \r: a progress bar
                 # On a terminal part of a line is shown too (a question), unless the rest follows at once:
                 # lines of other ranks would come in between.
-                stays = terminal and end < len(text) and not more.poll(_PART_MILLISECONDS)
-                end = len(text) if stays or not chunk or len(text) > _READ > end == 0 else end
+                is_part = terminal and end < len(text) and not more.poll(_PART_MILLISECONDS)
+                end = len(text) if is_part or not chunk or len(text) > _READ > end == 0 else end
                 rest = text[end:]
                 self._keep(target, rank, text[:end])
                 self._write(target, rank, _begun(text[:end], begin))

@@ -13,11 +13,11 @@ from trigram.algorithms.graphs import Graph
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
 from trigram.mixing.async_gossip.offers import Agreed
-from trigram.mixing.async_gossip.transfers import Transfers
+from trigram.mixing.async_gossip.transfers import OfTransfers, Transfers
 from trigram.mixing.step import AveragingStep
 
 
-class ScriptedGossip:
+class ScriptedGossip(OfTransfers):
     """The schedule of averaging steps that follow the matchings of a graph, one fragment after the other.
 
     Args:
@@ -28,7 +28,6 @@ class ScriptedGossip:
         script: True for the training steps at which the averaging step under way is awaited.
     """
 
-    assigns = False
     waits = 0
 
     def __init__(
@@ -43,21 +42,6 @@ class ScriptedGossip:
         self.transfers = Transfers(weights, groups, codec)
         self.started = self.ended = 0  # matchings
         self.step = 0
-
-    @property
-    def fragments(self) -> Sequence[Any]:
-        """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self.transfers.fragments
-
-    @property
-    def steps_done(self) -> int:
-        """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self.transfers.steps_done
-
-    @property
-    def waited(self) -> float:
-        """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self.transfers.waited
 
     def boundary(self, step: int) -> None:
         """Ends a matching if the script says so, and starts the next; a rank without a partner skips it."""
@@ -117,10 +101,6 @@ class ScriptedGossip:
 
     def close(self) -> None:
         """Nothing to do: no message is under way after :meth:`drain`."""
-
-    def sent(self) -> int:
-        """Bytes of weights sent."""
-        return self.transfers.sent
 
     def state(self) -> dict[str, Any]:
         """The number of steps and matchings, and the references; and what the schedule with offers keeps, for

@@ -12,7 +12,7 @@ from trigram.codecs.codec import Codec
 from trigram.mixing.async_gossip.mail import Mail
 from trigram.mixing.async_gossip.offers import Offers
 from trigram.mixing.async_gossip.timing import Timing
-from trigram.mixing.async_gossip.transfers import Transfers
+from trigram.mixing.async_gossip.transfers import OfTransfers, Transfers
 from trigram.mixing.step import AveragingStep
 from trigram.runtime import serving
 
@@ -20,7 +20,7 @@ _POLL = 0.002
 """Seconds between two looks at messages inside a backward pass."""
 
 
-class AsyncGossip:
+class AsyncGossip(OfTransfers):
     """The schedule of averaging steps between two neighbours, whenever both are free.
 
     Args:
@@ -31,8 +31,6 @@ class AsyncGossip:
         staleness: Boundaries without an averaging step after which a rank waits for one; None: it never
             waits.
     """
-
-    assigns = False
 
     def __init__(
         self,
@@ -50,21 +48,6 @@ class AsyncGossip:
         self.timing = Timing(len(weights), groups.size, time.perf_counter())
         self.waits = 0
         self.polled_at = 0.0
-
-    @property
-    def fragments(self) -> Sequence[Any]:
-        """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self.transfers.fragments
-
-    @property
-    def steps_done(self) -> int:
-        """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self.transfers.steps_done
-
-    @property
-    def waited(self) -> float:
-        """See :class:`trigram.training.schedule.StepSchedule`."""
-        return self.transfers.waited
 
     # Boundaries.
 
@@ -196,10 +179,6 @@ class AsyncGossip:
         """Exchanges goodbye messages with all neighbours, so that no message is left under way."""
         self.mail.say_goodbye()
         serving.until(self.mail.is_over)
-
-    def sent(self) -> int:
-        """Bytes of weights sent."""
-        return self.transfers.sent
 
     def state(self) -> dict[str, Any]:
         """The number of steps, the references and the state of the random number generator."""

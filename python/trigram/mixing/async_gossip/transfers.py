@@ -182,3 +182,29 @@ class Transfers:
             )
         for part, kept in zip(self.fragments, saved, strict=True):
             part.references.load(kept)
+
+
+class OfTransfers:
+    """What a schedule says of its transfers, see :class:`trigram.training.schedule.StepSchedule`."""
+
+    transfers: Transfers
+    assigns = False
+
+    @property
+    def fragments(self) -> Sequence[Any]:
+        """Those of the weights."""
+        return self.transfers.fragments
+
+    @property
+    def steps_done(self) -> int:
+        """Averaging steps that have ended."""
+        return self.transfers.steps_done
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank waited for averaging steps."""
+        return self.transfers.waited
+
+    def sent(self) -> int:
+        """Bytes of weights sent."""
+        return self.transfers.sent

@@ -1,20 +1,20 @@
 //! Finds two ranks that wait for each other for ever, in calls of different groups, or in messages.
 //!
 //! A rank whose threads all wait in one call, for [`PATIENCE`] without making another, says so to the members of that
-//! call's group, or to the other rank of a message. A rank in the same state that has not made the peer's call answers with its own. Each of the two then
-//! knows that the peer has not made its call and will not. Whoever learns that first fails both, on all members of both groups, with
-//! one error that shows both.
+//! call's group, or to the other rank of a message. A rank in the same state that has not made the peer's call answers
+//! with its own. Each of the two then knows that the peer has not made its call and will not. Whoever learns that first
+//! fails both, on all members of both groups, with one error that shows both.
 //!
-//! No other ranks are hit. No collective ends before all members have made it (ADR 5), so a thread that waits in one can
-//! go on only when the peer makes the call, and the peer's threads all wait in a call that needs this rank's. A message
-//! needs its counterpart likewise, which is numbered alike on both ranks. Each judges
-//! only what it has not made itself; that the other still waits follows, as its call cannot have ended. What was
-//! started and not awaited counts as made. A rank concludes nothing while a thread of it is outside of a wait
-//! ([`crate::sys::callers`]): it computes, waits with a limit and looks at other things in between, or handles a signal. Nor
-//! while it waits for a message that may come from anyone, or in several calls; nor about calls that a helper takes part in
-//! by itself; nor while a call is under way that is followed by another of this rank ([`crate::sys::serving`]), and that all
-//! members have made; nor after a rank is lost, when calls end in other ways. What is not found ends at its deadline: cycles of
-//! three ranks, and ranks with several threads that wait in different calls.
+//! No other ranks are hit. No collective ends before all members have made it (ADR 5), so a thread that waits in one
+//! can go on only when the peer makes the call, and the peer's threads all wait in a call that needs this rank's. A
+//! message needs its counterpart likewise, which is numbered alike on both ranks. Each judges only what it has not made
+//! itself; that the other still waits follows, as its call cannot have ended. What was started and not awaited counts
+//! as made. A rank concludes nothing while a thread of it is outside of a wait ([`crate::sys::callers`]): it computes,
+//! waits with a limit and looks at other things in between, or handles a signal. Nor while it waits for a message that
+//! may come from anyone, or in several calls; nor about calls that a helper takes part in by itself; nor while a call
+//! is under way that is followed by another of this rank ([`crate::sys::serving`]), and that all members have made; nor
+//! after a rank is lost, when calls end in other ways. What is not found ends at its deadline: cycles of three ranks,
+//! and ranks with several threads that wait in different calls.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

@@ -74,6 +74,9 @@ def _mismatch(rank: int, world: int) -> None:
     says(raises(RuntimeError, work.wait), "rank 0", "rank 1")
     assert isinstance(work.exception(), RuntimeError) and not work.is_success() and work.is_completed()
     dist.barrier()  # the group goes on
+    dist.all_reduce(torch.ones(3 + dist.get_rank()), async_op=True)
+    raises(RuntimeError, dist.barrier)  # where nobody waits for it
+    dist.barrier()
     says(raises(RuntimeError, lambda: group.allreduce([torch.ones(3 + rank)]).wait()), "rank 1")
 
 

@@ -29,7 +29,8 @@ class Barriers(PointToPoint):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Waits until every rank has called it, and until the collectives that this rank has started in the
-        group before have ended: as with gloo, their results are there after a barrier."""
+        group before have ended: as with gloo, their results are there after a barrier. It raises the error of
+        one of these that nobody has waited for."""
         opts = options(c10d.BarrierOptions, opts, timeout)
         earlier = [
             work
